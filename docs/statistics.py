@@ -7,6 +7,7 @@ from dataclasses import fields
 from pathlib import Path
 
 from ragcache_core.stats import (
+    CHUNK_KIND_SERIES,
     CHUNK_SERIES,
     ENGINE_SERIES,
     TENANT_SERIES,
@@ -36,6 +37,12 @@ def _lines() -> Iterator[str]:
         ("Engine", "the engine's report", "", ENGINE_SERIES),
         ("Tiers", "each of `tiers`", " They have the label `tier`.", TIER_SERIES),
         ("Chunk reuse", "`chunks`", " They exist only with chunk reuse.", CHUNK_SERIES),
+        (
+            "Errors of chunk reuse",
+            "each of `chunks.kinds`",
+            " They have the label `kind`, and exist only with `ChunkReuse.max_error`.",
+            CHUNK_KIND_SERIES,
+        ),
         ("Tenants", "each of `tenants`", f" They have the label `tenant`, and {_SWITCH}.", TENANT_SERIES),
         (
             "Tiers of tenants",

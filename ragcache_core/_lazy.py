@@ -1,4 +1,4 @@
-"""Packages whose names are imported when they are first used, so that importing the package itself costs nothing."""
+"""Packages whose names are imported at first use, so that importing the package is cheap."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 def exported_lazily(
     namespace: dict[str, Any], modules: Mapping[str, Sequence[str]]
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Return the ``__getattr__`` and the ``__dir__`` of a package that exports names of other modules.
+    """Return ``__getattr__`` and ``__dir__`` of a package that exports names of other modules.
 
     Args:
         namespace: the package's ``globals()``.

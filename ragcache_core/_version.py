@@ -1,3 +1,3 @@
-"""The version, in its one place."""
+"""The version."""
 
 __version__ = "0.1.0"

@@ -1,4 +1,4 @@
-"""The order of a batch whose requests are all known: requests with a common prefix follow each other.
+"""The order of a batch of known requests: those with a common prefix follow each other.
 
 A depth-first traversal of the prefix tree of all prompts visits each prefix once, in one stretch. A cache that holds
 the longest prompt then computes each distinct prefix once, which is the least that any order of these prompts computes.
@@ -69,7 +69,7 @@ class _Node(dict[DocId, "_Node"]):
 
 
 def _children(left: Mapping[int, Sequence[DocId]], num_tokens: Mapping[DocId, int]) -> list[tuple[DocId, list[int]]]:
-    """Return the documents that several of the requests have, with the requests that are placed below each."""
+    """Return the documents shared by several requests, with the requests below each."""
     having: defaultdict[DocId, list[int]] = defaultdict(list)
     for i, ids in left.items():
         for doc_id in ids:

@@ -30,7 +30,7 @@ from ragcache_core.private_files import make_private_folder
 from ragcache_core.types import SelectionName
 
 PolicyName = Literal["pgdsf", "gdsf", "lru", "lfu", "s3fifo", "arc", "mixture"]
-"""What decides which document leaves a full tier."""
+"""Name of a replacement policy."""
 CompressionName = Literal["auto", "off", "lz4", "zstd"]
 """How KV on disk and in a shared store is compressed."""
 QueueOrder = Literal["cache_aware", "fifo"]
@@ -70,7 +70,7 @@ def _parse_file(value: object) -> object:
 
 
 def check_shared_url(url: str) -> str:
-    """Return a store's URL if it can work.
+    """Return a store's URL after checks.
 
     Raises:
         ValueError: its scheme is unknown, it names no place, or it holds a password, which process lists would show.
@@ -91,7 +91,7 @@ def check_shared_url(url: str) -> str:
 
 
 def check_compression(compression: CompressionName) -> None:
-    """Refuse a method of compression whose package is not installed.
+    """Reject a compression method whose package is not installed.
 
     Raises:
         ConfigError: with the command that installs it.
@@ -104,7 +104,7 @@ def check_compression(compression: CompressionName) -> None:
 
 
 def keeping(connectors: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return which of vLLM's connectors may keep KV of their own."""
+    """Return the connectors of vLLM that may keep KV of their own."""
     names = (str(connector.get("kv_connector")) for connector in connectors)
     return [name for name in names if name not in _TRANSFERS_ONLY]
 
@@ -112,7 +112,7 @@ def keeping(connectors: Sequence[Mapping[str, Any]]) -> list[str]:
 def check_connectors(
     connectors: Sequence[Mapping[str, Any]], *, reuses_chunks: bool = False, max_age: float | None = None
 ) -> None:
-    """Refuse connectors of vLLM that cannot stand beside ours, each described as in its ``kv_transfer_config``.
+    """Reject vLLM connectors that do not work with RAGCache, given as in its ``kv_transfer_config``.
 
     Raises:
         ValueError: with what to leave out.
@@ -126,8 +126,8 @@ def check_connectors(
             )
         if name == "OffloadingConnector":
             raise ValueError(
-                "connectors has OffloadingConnector, which would write into RAGCache's host memory: leave it out, "
-                "host_bytes is in its place"
+                "connectors has OffloadingConnector, which would write into RAGCache's host memory: "
+                "leave it out, and set host_bytes instead"
             )
         if "engine_id" in connector:
             raise ValueError(f"connectors has an engine_id for {name}: leave it out, all have the engine's")
@@ -138,7 +138,7 @@ def check_connectors(
         )
     if max_age is not None and (keepers := keeping(connectors)):
         raise ValueError(
-            f"max_age is {max_age:g}, but what {', '.join(keepers)} keeps has no age: leave max_age or connectors out"
+            f"max_age is {max_age:g}, but KV of {', '.join(keepers)} does not expire: leave max_age or connectors out"
         )
 
 
@@ -163,7 +163,7 @@ class _Settings(BaseModel):
 
 
 class ChunkReuseRequest(_Settings):
-    """How one request wants the KV of its documents reused behind other documents. ``None``: as the engine does.
+    """A request's choice of chunk reuse; ``None`` for the engine's default.
 
     Raises:
         ConfigError: a field has a value that cannot work, or two contradict each other.
@@ -190,6 +190,10 @@ class ChunkReuseRequest(_Settings):
     others is computed any further (Cache-Craft Algorithm 1's w); 0: never. A smaller number computes less, and trusts
     earlier layers. It acts on selections of a part of a document, thus not on ``whole_chunks``."""
 
+    kind: Annotated[str, Field(pattern=r"^[\w .:/-]{1,64}$", strict=True)] | None = None
+    """The kind of its documents, such as ``manual``. With ``max_error`` each kind has an error rate of its own, the
+    first 32 kinds of an engine that is; further kinds share one. ``None``: ``default``."""
+
     @model_validator(mode="after")
     def _check_budget(self) -> Self:
         if self.quality is not None and self.alpha is not None:
@@ -201,7 +205,7 @@ class ChunkReuseRequest(_Settings):
 
 
 class ChunkReuse(ChunkReuseRequest):
-    """Reuse of a document's KV behind other documents than it was computed behind (Cache-Craft). **Approximate.**
+    """Chunk reuse (Cache-Craft): a document's KV is reused after other documents. **Approximate.**
 
     The KV of a document depends on what stood before it. Reused elsewhere, some of its tokens are recomputed, and
     answers may differ from those of a full prefill: ``ragcache quality`` measures by how much, on your model.
@@ -220,6 +224,20 @@ class ChunkReuse(ChunkReuseRequest):
 
     is_default: bool = True
     """Whether requests without a setting of their own reuse chunks."""
+
+    max_error: Annotated[float, Field(gt=0, le=0.5, allow_inf_nan=False, strict=True)] | None = None
+    """The largest share of answers of a kind that may differ from exact ones, such as 0.02. Audits of approximate
+    answers, in idle steps, then choose between exact answers and values of ``alpha`` up to the one set here. A request
+    with another setting of its own than ``kind`` is answered exactly. ``None``: no audits, ``alpha`` is as set."""
+
+    @model_validator(mode="after")
+    def _check_guard(self) -> Self:
+        if self.max_error is not None and self.quality is not None:
+            raise ValueError(
+                f"ChunkReuse.quality is {self.quality:g} and max_error {self.max_error:g}: both choose alpha, so give "
+                "one"
+            )
+        return self
 
 
 class CacheConfig(_Settings):
@@ -381,8 +399,8 @@ class CacheConfig(_Settings):
             )
         if self.chunk_reuse is not None and self.host_bytes == 0:
             raise ValueError(
-                "CacheConfig.chunk_reuse is set but host_bytes is 0: what is reused lies in host memory, so set "
-                "host_bytes or leave chunk_reuse out"
+                "CacheConfig.chunk_reuse is set but host_bytes is 0: reused KV is in host memory, so "
+                "set host_bytes or leave chunk_reuse out"
             )
         try:
             check_connectors(self.connectors, reuses_chunks=self.chunk_reuse is not None, max_age=self.max_age)
@@ -392,17 +410,17 @@ class CacheConfig(_Settings):
 
     @property
     def folder(self) -> Path:
-        """Where the disk tier keeps its files, if there is one."""
+        """Folder of the disk tier's files."""
         return self.directory or Path(platformdirs.user_cache_dir("ragcache")) / "kv"
 
     def for_chunks(self) -> tuple[int, int]:
-        """Return how many bytes of host memory and of the disk are for :class:`ChunkReuse`."""
+        """Return the bytes of host memory and disk for :class:`ChunkReuse`."""
         share = 0.0 if self.chunk_reuse is None else self.chunk_reuse.share
         return int((self.host_bytes or 0) * share), int(self.disk_bytes * share)
 
     @classmethod
     def from_toml(cls, path: str | Path, **overrides: object) -> Self:
-        """Return the configuration of the ``[cache]`` table of a TOML file; ``overrides`` win over the file.
+        """Return the configuration in the ``[cache]`` table of a TOML file; ``overrides`` take precedence.
 
         ::
 
@@ -438,7 +456,7 @@ class CacheConfig(_Settings):
             raise ConfigError(f"{path}{beside}: {error}") from error
 
     def resolved(self) -> Self:
-        """Return this configuration with everything that was left open decided for this machine, and checked on it.
+        """Return this configuration with defaults chosen for this machine, and checked on it.
 
         ``host_bytes`` is a number then; with a disk tier ``directory`` is absolute, exists, and can be written to.
         Resolving again changes nothing.
@@ -473,7 +491,7 @@ class CacheConfig(_Settings):
         return type(self)(**{**self.model_dump(exclude_unset=True), **decided})
 
     def most_host_bytes(self) -> int | None:
-        """Return what host memory may grow to where the engine's own KV is larger; ``None`` where its size was chosen.
+        """Return the maximum host memory if the GPU KV cache is larger; ``None`` if its size was set.
 
         That is known when the model is loaded.
         """
@@ -496,7 +514,7 @@ def _first_problem(error: ValidationError, model: type[BaseModel]) -> str:
 
 
 def _is_none(disk_bytes: object) -> bool:
-    """Return whether a number of bytes, as a user writes it, is 0."""
+    """Return whether a size, as text or number, is 0."""
     try:
         return TypeAdapter(BytesOrNone).validate_python(disk_bytes) == 0
     except ValidationError:
@@ -508,7 +526,7 @@ def _shown(num_bytes: int) -> str:
 
 
 def _kv_in_memory(kv_cache_bytes: int | None) -> int:
-    """Return what is known to be taken of main memory for the engine's KV; of a GPU's memory vLLM speaks itself."""
+    """Return the main memory known to be used for the GPU KV cache; vLLM itself checks GPU memory."""
     return 0 if kv_cache_bytes is None or has_gpu() else kv_cache_bytes
 
 
@@ -521,7 +539,7 @@ def _default_host_bytes(kv_bytes: int, memory: Memory) -> int:
 
 
 def _check_memory(kv_bytes: int, host_bytes: int, memory: Memory) -> None:
-    """Refuse more than is free: all of the host tier is taken at the start, and the kernel cannot take it back."""
+    """Reject sizes above the free memory, as all of the host tier is allocated at the start."""
     has = f"{memory.whose} {_shown(memory.total)} of memory, {_shown(memory.available)} of it free"
     for num_bytes, cure in ((host_bytes, "lower host_bytes"), (kv_bytes, "lower kv_cache_bytes")):
         if num_bytes > memory.available:
@@ -535,7 +553,7 @@ def _check_memory(kv_bytes: int, host_bytes: int, memory: Memory) -> None:
 
 
 def _writable(directory: Path, disk_bytes: int) -> Path:
-    """Return the absolute path of a directory that is there, can be written to, and lies on a disk large enough."""
+    """Return the absolute path of an existing, writable directory on a disk that is large enough."""
     try:
         path = directory.expanduser().absolute()
         make_private_folder(path)

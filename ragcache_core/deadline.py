@@ -1,4 +1,4 @@
-"""How to show a prompt so that its first token comes in time: with the least deviation that is predicted to do so.
+"""Choose how to show a prompt to meet its TTFT SLO: the option with the least change that is predicted to.
 
 A deadline is met by what has to be computed, T(cached, new), behind what the engine has to compute before it. Exact
 is the prompt as it is; ``document_order`` shows the same documents so that more of its beginning is cached;
@@ -24,7 +24,7 @@ _NOT_KNOWN = "what the engine has cached is not known (yet)"
 
 @dataclass(frozen=True, slots=True)
 class MeasuredReuse:
-    """Chunk reuse in an engine: Eq. 12's ``alpha`` of its own, and what was calibrated on its model, if anything."""
+    """Chunk reuse of an engine: its ``alpha`` of Eq. 12, and the calibration of its model."""
 
     alpha: float
     points: tuple[AlphaPoint, ...] = ()
@@ -32,7 +32,7 @@ class MeasuredReuse:
 
 @dataclass(frozen=True, slots=True)
 class PromptOption:
-    """One way to show a prompt: of ``num_cached_tokens + num_new_tokens`` the latter have to be computed.
+    """One way to show a prompt of ``num_cached_tokens + num_new_tokens``, the latter computed.
 
     ``order`` are places of its documents, in another order; ``alpha`` reuses them, with the ``quality`` measured.
     """
@@ -53,19 +53,19 @@ class PromptOption:
 
 @dataclass(frozen=True, slots=True)
 class PromptOptions:
-    """The ways to show a prompt, the least deviation first: ``exact`` always; and why others are ``left_out``."""
+    """The ways to show a prompt, the least change first (``exact`` always), and why others are ``left_out``."""
 
     options: tuple[PromptOption, ...]
     left_out: dict[str, str]
 
     def without_order(self, why: str) -> PromptOptions:
-        """Return them without another order of documents."""
+        """Return the options without document orders."""
         kept = tuple(option for option in self.options if option.order is None)
         return PromptOptions(kept, {**self.left_out, "document_order": why})
 
 
 def check_ttft_slo(ttft_slo: object) -> float:
-    """Return a deadline in seconds.
+    """Return a TTFT SLO in seconds.
 
     Raises:
         ConfigError: it is no positive, finite number.
@@ -85,7 +85,7 @@ def options_of(
     cached: CachedPaths | None,
     reuse: MeasuredReuse | str,
 ) -> PromptOptions:
-    """Return how a prompt may be shown, with what of each way is cached.
+    """Return the options for a prompt with their cached tokens.
 
     Args:
         token_ids: the prompt.
@@ -124,7 +124,7 @@ def options_of(
 def choose(
     ttft_slo_s: float, ways: PromptOptions, cost: PrefillCost, queue_s: float | None
 ) -> tuple[PromptOption, DeadlineReport]:
-    """Return the first of the ``ways`` that is predicted to meet the deadline, or else the fastest; and why.
+    """Return the first of the ``ways`` predicted to meet the SLO, or else the fastest, with the reason.
 
     ``queue_s`` is how long the engine computes for requests that came before; None where it does not say.
     """
@@ -159,7 +159,7 @@ def choose(
 
 
 def unplanned(ttft_slo_s: float, why: str) -> DeadlineReport:
-    """Return the report of a prompt that is sent as it is, because nothing can be predicted of it."""
+    """Return the report of a prompt that is sent unchanged, as nothing can be predicted."""
     return DeadlineReport(ttft_slo_s, "exact", None, why)
 
 
@@ -170,7 +170,7 @@ def _most_cached(token_ids: Sequence[int], num_cached: int) -> int:
 def _num_stored(
     token_ids: Sequence[int], documents: Sequence[PromptSegment], cached: CachedPaths, num_exact: int
 ) -> int:
-    """Return how many tokens behind ``num_exact`` belong to documents that are stored for reuse."""
+    """Return the number of tokens after ``num_exact`` in documents stored for chunk reuse."""
     places = [(each.start, each.end if each.text_end is None else each.text_end) for each in documents]
     return sum(
         span.end - max(span.start, num_exact)
@@ -180,7 +180,7 @@ def _num_stored(
 
 
 def _reusing(num_tokens: int, num_exact: int, num_stored: int, reuse: MeasuredReuse) -> list[PromptOption]:
-    """Return the options with chunk reuse by falling quality, down to the engine's own alpha."""
+    """Return the options with chunk reuse by decreasing quality, down to the engine's own alpha."""
     options = []
     for point, quality in reversed(smoothed(reuse.points)):
         if point.alpha >= reuse.alpha:

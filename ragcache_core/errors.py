@@ -109,7 +109,7 @@ class PromptTooLongError(PromptError):
 
 
 class TokenizerUnavailableError(PromptError):
-    """The server does not tell the tokens of a prompt."""
+    """The server does not report the tokens of a prompt."""
 
 
 class StoreError(RAGCacheError):

@@ -1,4 +1,4 @@
-"""The log: one tree of loggers, and an event code for each warning and error, with what it means and what to do.
+"""The log: one tree of loggers, and event codes of warnings and errors, with meaning and action.
 
 A message begins with its code, as in ``RC-TIER-OFF: RAGCache's disk tier is out of service``, so that it is the same
 in every log. ``docs/reference/log-events.md`` is made from :data:`LOG_EVENTS`.
@@ -17,7 +17,7 @@ _CODE: Final = re.compile(r"(RC(?:-[A-Z]+)+): ")
 
 
 class LogEvent(NamedTuple):
-    """What a code of the log means.
+    """The meaning of an event code.
 
     Attributes:
         level: its level.
@@ -412,14 +412,14 @@ _BY_CODE: Final = {code: event for group in LOG_EVENTS.values() for code, event 
 
 
 def logger_of(module: str) -> logging.Logger:
-    """Return the logger of a module, in the tree of :data:`ROOT`: ``ragcache.core.tree`` of ``ragcache_core.tree``."""
+    """Return a module's logger below :data:`ROOT`: ``ragcache.core.tree`` for ``ragcache_core.tree``."""
     logger = logging.getLogger(f"{ROOT}.{module.removeprefix('ragcache_')}")
     logger.addFilter(LIMIT)
     return logger
 
 
 def join_tree(parent: str) -> None:
-    """Have the log of this process go where the log of the logger ``parent`` goes, at its level."""
+    """Send this process's log to the handlers of the logger ``parent``, at its level."""
     logging.getLogger(ROOT).parent = logging.getLogger(parent)
     for name in list(logging.root.manager.loggerDict):  # a configuration may have disabled those that it does not name
         if name.startswith(ROOT + "."):
@@ -427,13 +427,13 @@ def join_tree(parent: str) -> None:
 
 
 def split_code(message: str) -> tuple[str | None, str]:
-    """Return the event code that a message begins with, or None, and the rest of the message."""
+    """Return the event code at the beginning of a message (or ``None``), and the rest."""
     found = _CODE.match(message)
     return (None, message) if found is None else (found[1], message[found.end() :])
 
 
 class _Limit(logging.Filter):
-    """Lets an event that may come with every request pass once a minute."""
+    """Lets a frequent event pass once a minute."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""How much memory there is: the machine's, or less where a container or a service has a limit; whether a GPU is.
+"""Memory of the machine or its container limits, and whether there is a GPU.
 
 And how often Python looks for objects that are not needed, and through which.
 """
@@ -18,21 +18,21 @@ _NEW_OBJECTS = 10_000
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Bytes that processes like this one may take, all together and now."""
+    """Bytes that processes like this one may use: in total, and now."""
 
     total: int
     available: int
     is_limited: bool = False
-    """Whether that is the limit of a control group, and not what the machine has."""
+    """Whether the limit is that of a control group rather than the machine's memory."""
 
     @property
     def whose(self) -> str:
-        """Who has it, to begin a clause with."""
+        """The owner of the limit, to begin a clause with."""
         return "this container may use" if self.is_limited else "this machine has"
 
 
 def read_memory() -> Memory:
-    """Return the smallest of the machine's memory and the limits of the control groups that this process is in.
+    """Return the smallest of the machine's memory and this process's cgroup limits.
 
     Files that the kernel remembers do not count as taken, for it gives them up first.
     """
@@ -46,18 +46,18 @@ def read_memory() -> Memory:
 
 
 def has_gpu() -> bool:
-    """Return whether this process may see a GPU of any make; where that is not clear, yes."""
+    """Return whether this process may see a GPU; ``True`` if unknown."""
     patterns = ("nvidia[0-9]*", "nvidiactl", "dxg", "kfd", "dri/renderD*")
     return any(next(_DEVICES.glob(pattern), None) for pattern in patterns)
 
 
 def num_nvidia_gpus() -> int:
-    """Return how many of NVIDIA's GPUs this process may see; CUDA counts them from 0, whatever their files' names."""
+    """Return the number of NVIDIA GPUs of this process, which CUDA counts from 0."""
     return sum(1 for _ in _DEVICES.glob("nvidia[0-9]*"))
 
 
 def collect_rarely() -> None:
-    """Let Python's collector of cycles wait for 10,000 new objects, if it is not set to more, or off.
+    """Let Python's garbage collector wait for 10,000 new objects, unless set higher or off.
 
     A knowledge tree makes about ten objects that stay for a document of 8 blocks, and hardly a cycle. With Python's 700
     one request in a hundred waits for a collection that finds nothing.
@@ -68,7 +68,7 @@ def collect_rarely() -> None:
 
 
 def freeze_survivors() -> None:
-    """Collect what was made lately, and take what is left out of all further collections, if that are many objects.
+    """Collect garbage, and exclude the remaining objects from further collections, if there are many.
 
     Many are those of 11 collections of the youngest. Python goes through everything again when it has grown by a
     quarter: 140 ms for a knowledge tree of 150,000 nodes, where this takes 10 ms for 11,000 new ones. A cycle that is
@@ -80,7 +80,7 @@ def freeze_survivors() -> None:
 
 
 def _limits() -> Iterator[tuple[int, int]]:
-    """Yield limit and use, in bytes, of each group above this process that has a limit; of version 1 and 2."""
+    """Yield limit and use in bytes of each cgroup of this process with a limit; version 1 and 2."""
     try:
         lines = _MEMBERSHIP.read_text(encoding="utf-8").splitlines()
     except OSError:

@@ -1,4 +1,4 @@
-"""In which order a prompt shows its documents: as retrieved, sorted, or so that most of its prefix is cached.
+"""Document order of a prompt: retrieval order, sorted, or with the longest cached prefix.
 
 KV depends on everything before it, so documents are cached for one order of them. ``retrieval`` keeps the order of the
 search. ``canonical`` sorts by id: the same set of documents always has the same prefix. ``cache_aware`` takes the order
@@ -25,10 +25,10 @@ MAX_PATH_DOCUMENTS = 32
 MAX_PREFIXES = 32
 """The number of prefixes that count where a prompt's static prefix is unknown: those that changed last."""
 PATHS_VERSION = 3
-"""Of what a server says about cached paths."""
+"""Version of a server's report of cached prefixes."""
 
 ANYWHERE = b"anywhere"
-"""In place of a static prefix: what is stored of a document by its content, for reuse behind any others."""
+"""Stands for the static prefix of chunks stored for chunk reuse."""
 
 _DIGEST_BYTES = 16
 _MAX_PATHS = 200_000
@@ -39,7 +39,7 @@ DocPath = tuple[DocId, ...]
 
 
 def static_prefix_digest(token_ids: Sequence[int], segments: Iterable[PromptSegment]) -> bytes | None:
-    """Return what names the tokens before a prompt's first document, here and in the engine; None without documents."""
+    """Return the identity of the tokens before a prompt's first document; ``None`` without documents."""
     for segment in segments:
         if segment.kind is SegmentKind.DOCUMENT:
             static = array("q", token_ids[: segment.start])
@@ -50,7 +50,7 @@ def static_prefix_digest(token_ids: Sequence[int], segments: Iterable[PromptSegm
 
 
 class PathChange(NamedTuple):
-    """How much of a prompt is cached up to the end of ``documents``, static prefix included; 0 tokens: nothing.
+    """The cached tokens of a prompt up to the end of ``documents``, with static prefix; 0 for none.
 
     The path without documents is the static prefix alone. That is so as far as the paths before this one are whole:
     what is cached of a document is no use where the end of another is missing in front of it.
@@ -63,7 +63,7 @@ class PathChange(NamedTuple):
 
 
 class Cached(NamedTuple):
-    """How many tokens of a prompt are cached up to the end of a path, and whether all of its last document are."""
+    """The cached tokens of a prompt up to the end of a path, and whether its last document is complete."""
 
     num_tokens: int
     is_whole: bool
@@ -75,12 +75,12 @@ def encode_changes(changes: Iterable[PathChange]) -> list[object]:
 
 
 def chunk_change(key: bytes, num_tokens: int) -> PathChange:
-    """Return that so much of the chunk of that key is stored for reuse anywhere; 0 tokens: nothing."""
+    """Return the change of a chunk's stored tokens for chunk reuse; 0 tokens for none."""
     return PathChange(ANYWHERE, (key[:_DIGEST_BYTES].hex(),), num_tokens)
 
 
 class CachedPaths:
-    """A mirror of what an engine has cached: static prefix and order of documents -> tokens, in whatever tier.
+    """A client-side copy of an engine's cached prefixes: static prefix and documents -> tokens, in any tier.
 
     Not thread-safe. At most ``max_paths`` are kept; further ones are not taken in, as if they were not cached.
     """
@@ -95,11 +95,11 @@ class CachedPaths:
         """That of this cache in an index of many; 0 where it is in none."""
 
     def __len__(self) -> int:
-        """Return the number of paths."""
+        """Return the number of prefixes."""
         return self._num_paths
 
     def apply(self, changes: object) -> None:
-        """Take in what :func:`encode_changes` returned.
+        """Apply changes of :func:`encode_changes`.
 
         A path of more than :data:`MAX_PATH_DOCUMENTS` documents, or with an id that no engine takes, is ignored.
 
@@ -118,7 +118,7 @@ class CachedPaths:
             raise ValueError(f"no change of cached paths: {error}; is the engine of another version?") from error
 
     def set(self, change: PathChange) -> None:
-        """Take one change in."""
+        """Apply one change."""
         paths = self._by_prefix.get(change.prefix)
         before = None if paths is None else paths.get(change.documents)
         now = Cached(change.num_tokens, change.is_whole) if change.num_tokens > 0 else None
@@ -141,13 +141,13 @@ class CachedPaths:
             self.on_change(change.prefix, change.documents, before, now)
 
     def items(self) -> Iterator[tuple[bytes, DocPath, Cached]]:
-        """Return all paths, those first whose static prefix changed first."""
+        """Return all prefixes, those with the earliest changed static prefix first."""
         for prefix, paths in self._by_prefix.items():
             for path, cached in paths.items():
                 yield prefix, path, cached
 
     def num_cached_tokens(self, prefix: bytes, documents: Sequence[DocId]) -> int:
-        """Return how many tokens of a prompt that shows ``documents`` in this order are cached."""
+        """Return the cached tokens of a prompt with ``documents`` in this order."""
         paths = self._by_prefix.get(prefix, {})
         num_tokens = _num_static_tokens(paths)
         for end in range(1, len(documents) + 1):
@@ -160,7 +160,7 @@ class CachedPaths:
         return num_tokens
 
     def num_document_tokens(self, prefix: bytes | None, documents: Sequence[DocId]) -> int:
-        """Return how many tokens behind the static prefix are cached of a prompt that shows ``documents``.
+        """Return the cached tokens after the static prefix of a prompt with ``documents``.
 
         Without a ``prefix`` it is the most after any of the static prefixes that changed last.
         """
@@ -174,11 +174,11 @@ class CachedPaths:
         )
 
     def has_chunk(self, key: bytes) -> bool:
-        """Return whether the chunk of that key is stored for reuse behind any others."""
+        """Return whether the chunk with that key is stored for chunk reuse."""
         return (key[:_DIGEST_BYTES].hex(),) in self._by_prefix.get(ANYWHERE, {})
 
     def after(self, prefix: bytes | None) -> Iterable[Mapping[DocPath, Cached]]:
-        """Return what is cached after a static prefix; for none, after each of those that changed last."""
+        """Return the prefixes after a static prefix; for ``None``, after each recently changed one."""
         if prefix is None:
             named = (paths for prefix, paths in reversed(self._by_prefix.items()) if prefix != ANYWHERE)
             return islice(named, MAX_PREFIXES)
@@ -188,7 +188,7 @@ class CachedPaths:
 def best_order(
     caches: Iterable[CachedPaths], documents: Sequence[DocId], *, prefix: bytes | None, keep_first: bool
 ) -> tuple[int, ...]:
-    """Return the permutation of ``documents`` with the longest prefix that one of the ``caches`` has.
+    """Return the permutation of ``documents`` with the longest prefix in one of the ``caches``.
 
     Of equal ones it is the first in order. Without a ``prefix`` that is the best after any of the static prefixes that
     changed last. Where very many orders are cached the search ends early, with the best that it has seen: it begins
@@ -204,7 +204,7 @@ def longest_cached(
     prefix: bytes | None,
     keep_first: bool,
 ) -> tuple[int, tuple[int, ...]]:
-    """Return what :func:`best_order` does, behind the tokens that are cached of it beyond the static prefix."""
+    """Return the result of :func:`best_order`, with its cached tokens after the static prefix."""
     search = _Search(documents, keep_first)
     for cache in caches:
         for paths in cache.after(prefix):
@@ -220,7 +220,7 @@ def arrange(
     prefix: bytes | None = None,
     keep_first: bool = False,
 ) -> tuple[int, ...]:
-    """Return in which order to show ``documents``, which are the best first, as indices into them.
+    """Return the order of ``documents``, given best first, as indices.
 
     Args:
         documents: their ids, the best first.
@@ -250,7 +250,7 @@ def _num_static_tokens(paths: Mapping[DocPath, Cached]) -> int:
 
 
 class _Search:
-    """Walks cached paths depth first, the longest child first, and keeps the order that gains most.
+    """Traverses cached prefixes depth first, the longest child first, and keeps the best order.
 
     What counts are tokens beyond the static prefix: prefixes of different lengths compete.
     """

@@ -1,4 +1,4 @@
-"""Files and folders that their owner alone may read, whatever the umask: they hold documents, or KV made of them."""
+"""Files and folders that only their owner can read, for documents and their KV."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ OTHERS = stat.S_IRWXG | stat.S_IRWXO
 
 
 def open_private(path: str | os.PathLike[str], flags: int) -> int:
-    """Return the descriptor of a file that is its owner's alone from now on, made where ``flags`` say so.
+    """Return the descriptor of a private file, created if ``flags`` say so.
 
     It is an ``opener`` for :func:`open`, too. A symbolic link is not followed.
 
@@ -34,7 +34,7 @@ def open_private(path: str | os.PathLike[str], flags: int) -> int:
 
 
 def check_not_exposed(path: Path) -> None:
-    """Reject a file of secrets that every user of this machine can read or write.
+    """Reject a file of secrets that other users can read or write.
 
     A group may: services share files that way, as Kubernetes does with ``fsGroup``. So may everyone where the file is
     mounted read-only, as secrets are in containers, which have one user.
@@ -53,7 +53,7 @@ def check_not_exposed(path: Path) -> None:
 
 
 def make_private(path: Path) -> None:
-    """Restrict an existing file to its owner; leave it where this process may not change its mode.
+    """Make an existing file private, if this process may change its mode.
 
     Raises:
         OSError: it cannot be looked at.
@@ -65,7 +65,7 @@ def make_private(path: Path) -> None:
 
 
 def make_private_folder(folder: Path) -> None:
-    """Make a folder that is its owner's alone, and so the parents that are missing; one that is there is left as it is.
+    """Create a private folder with missing private parents; an existing one stays unchanged.
 
     Raises:
         OSError: also in a world-writable directory such as /tmp, if another user than root owns the folder.
@@ -77,7 +77,7 @@ def make_private_folder(folder: Path) -> None:
 
 
 def make_once(path: Path, make: Callable[[Path], object]) -> Path:
-    """Return a folder that ``make`` makes the first time, at the path that it is given, where nothing is yet.
+    """Return a folder that ``make`` creates at the first call, atomically.
 
     Atomic: a folder that is there is whole; where two make it at once, that of the first stays.
 
@@ -98,7 +98,7 @@ def make_once(path: Path, make: Callable[[Path], object]) -> Path:
 
 
 def make_folders(folder: Path) -> None:
-    """Make a folder and the parents that are missing, each its owner's alone; what is there is left as it is.
+    """Create a folder and missing parents, all private; existing ones stay unchanged.
 
     Raises:
         OSError
@@ -115,7 +115,7 @@ def make_folders(folder: Path) -> None:
 
 @contextmanager
 def replacing(path: Path, *, is_waited_for: bool = True) -> Iterator[IO[bytes]]:
-    """Give a file that takes the place of ``path`` at the end of the block, on disk by then, and its owner's alone.
+    """Yield a private file that replaces ``path`` at the end of the block, durably.
 
     What was there before stays until then, and when the block raises. A pipe or a terminal is written to as it is.
     Unless the disk ``is_waited_for``, a file that was just written may be damaged after a loss of power.

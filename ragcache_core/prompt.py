@@ -1,4 +1,4 @@
-"""Lay a prompt out as static prefix, documents and question, and know which texts are whose.
+"""Lay out a prompt of static prefix, documents and question, and find the documents in it.
 
 Documents are found in the messages of a chat by their characters. The server renders and tokenises the chat, and finds
 the tokens of their texts::
@@ -32,7 +32,7 @@ class TokenizedText:
 
 
 class PromptTokenizer(Protocol):
-    """The one way from messages to token ids: the server's own.
+    """The conversion of messages to token ids, by the server.
 
     Attributes:
         control_tokens: texts that it takes for a single token which begins or ends a message. They are broken up in
@@ -65,7 +65,7 @@ class PromptTokenizer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class DocumentSpan:
-    """Characters ``[start, end)`` of a prompt that show a document."""
+    """Characters ``[start, end)`` of a prompt with a document."""
 
     doc_id: DocId
     start: int
@@ -73,7 +73,7 @@ class DocumentSpan:
 
 
 class PromptDocument(NamedTuple):
-    """A document as a chat shows it, after ``num_others`` other occurrences of its text since the document before."""
+    """A document of a chat, after ``num_others`` other occurrences of its text since the previous document."""
 
     doc_id: DocId
     text: str
@@ -82,7 +82,7 @@ class PromptDocument(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RenderedPrompt:
-    """A prompt ready to be sent: its messages, its token ids and their segments.
+    """A prompt ready for sending: messages, token ids and segments.
 
     ``acls`` are those of the documents in it that not everybody may read.
     """
@@ -94,14 +94,14 @@ class RenderedPrompt:
 
 
 def acls_of(documents: Iterable[Document]) -> frozenset[tuple[str, ...]]:
-    """Return who may read ``documents``: the groups of each that not everybody may."""
+    """Return the access groups of ``documents`` that have some."""
     return frozenset(tuple(document.acl) for document in documents if document.acl is not None)
 
 
 def locate_documents(
     text: str, documents: Iterable[tuple[DocId, str]], questions: Iterable[str] = ()
 ) -> list[DocumentSpan]:
-    """Return where documents are shown in ``text``, in text order and without overlap.
+    """Return the spans of documents in ``text``, in order and without overlap.
 
     Longer documents are placed first, so that one which contains another keeps its characters. A text that is shown
     twice under two ids takes two places, an id with several texts the place of the longest. What one of ``questions``
@@ -125,18 +125,18 @@ def locate_documents(
 
 
 _SHORT_CHARS = 32
-"""A document of fewer characters may stand in a prompt as a part of a word."""
+"""A shorter document may be a part of a word in a prompt."""
 
 
 class _Places:
-    """The places of a text that are taken, in their order; None takes one that is no document's."""
+    """The used spans of a text, in order; ``None`` marks one of no document."""
 
     def __init__(self, text: str) -> None:
         self.taken: list[tuple[int, int, DocId | None]] = []
         self._text = text
 
     def take(self, shown: str, doc_ids: Sequence[DocId]) -> int:
-        """Give the first free places of ``shown`` to ``doc_ids``, in their order; return how many there were."""
+        """Assign the first free occurrences of ``shown`` to ``doc_ids`` in order; return their number."""
         start, num_taken = 0, 0
         while num_taken < len(doc_ids) and (start := self._text.find(shown, start)) >= 0:
             if self._is_within_a_word(start, start + len(shown)):
@@ -148,13 +148,13 @@ class _Places:
         return num_taken
 
     def _is_within_a_word(self, start: int, end: int) -> bool:
-        """Return whether so short a text is a part of a word: a document that says "no" is not shown by "know"."""
+        """Return whether a short text is a part of a word, as "no" in "know"."""
         if end - start >= _SHORT_CHARS:
             return False
         return any(0 < edge < len(self._text) and self._text[edge - 1 : edge + 1].isalnum() for edge in (start, end))
 
     def take_last(self, shown: str) -> None:
-        """Keep the last place of ``shown`` from every document, if it is free."""
+        """Reserve the last free occurrence of ``shown``, so that no document gets it."""
         if (start := self._text.rfind(shown)) >= 0:
             self._try(start, start + len(shown), None)
 
@@ -172,10 +172,10 @@ class _Places:
 def escape_documents(
     control_tokens: frozenset[str], messages: Sequence[ChatMessage], documents: Sequence[tuple[DocId, str]]
 ) -> tuple[Sequence[ChatMessage], Sequence[tuple[DocId, str]]]:
-    """Return messages and their documents (id, text as shown) without ``control_tokens`` in the documents.
+    """Return messages and documents (id, text) without ``control_tokens`` in the documents.
 
-    A document that says ``<|im_end|>`` would end the message that shows it, and could continue in another role:
-    there is a space in the word then, ``< |im_end|>``, which makes it text. What is no document stays as it is.
+    A document with the text ``<|im_end|>`` would end its message, and could continue in another role. A space in the
+    token, ``< |im_end|>``, makes it text. Other parts of messages stay unchanged.
     """
     texts = (text for message in messages for text in texts_of(message.get("content")))
     if not control_tokens or not any(_control_pattern(control_tokens).search(text) for text in texts):
@@ -199,7 +199,7 @@ def texts_of(content: Any) -> list[str]:
 
 
 def has_other_than_text(content: Any) -> bool:
-    """Return whether a message's content shows an image, a sound or anything else that is no text."""
+    """Return whether a message's content has parts other than text, such as images."""
     if not isinstance(content, list | tuple):
         return not isinstance(content, str | None)
     return not all(isinstance(part, Mapping) and part.get("type") == "text" for part in content)
@@ -222,7 +222,7 @@ def _escaped(text: str, control_tokens: frozenset[str]) -> str:
 
 @lru_cache(maxsize=8)
 def _control_pattern(control_tokens: frozenset[str]) -> re.Pattern[str]:
-    """Return what finds control tokens; of one character, or with white space in them, they could not be broken up."""
+    """Return a pattern for control tokens, except those that cannot be split up."""
     breakable = (token for token in control_tokens if len(token) > 1 and not re.search(r"\s", token))
     return re.compile("|".join(map(re.escape, sorted(breakable, key=len, reverse=True))) or r"(?!)")
 
@@ -230,7 +230,7 @@ def _control_pattern(control_tokens: frozenset[str]) -> re.Pattern[str]:
 def shown_documents(
     messages: Iterable[ChatMessage], documents: Iterable[tuple[DocId, str]], questions: Iterable[str] = ()
 ) -> list[PromptDocument]:
-    """Return those of ``documents`` (id, text as shown) that a chat shows, in its order.
+    """Return the ``documents`` (id, text) that a chat shows, in its order.
 
     They are looked for in every message but the assistant's, once in each: a chat may show one again. What one of
     ``questions`` quotes is not a document.
@@ -244,7 +244,7 @@ def shown_documents(
 
 
 def _shown(parts: Iterable[tuple[str, Sequence[DocumentSpan]]]) -> list[PromptDocument]:
-    """Return the documents of a chat, whose texts have them at the spans."""
+    """Return the documents of a chat with these spans."""
     shown: list[PromptDocument] = []
     between = ""
     for text, spans in parts:
@@ -266,7 +266,7 @@ def render_chat(
     questions: Iterable[str] = (),
     settings: Mapping[str, Any] | None = None,
 ) -> RenderedPrompt:
-    """Return a chat as tokens with the spans of those ``documents`` (id, text as shown) that it shows.
+    """Return a chat as tokens, with the spans of the ``documents`` (id, text) that it shows.
 
     See :func:`shown_documents` for ``questions``; ``settings`` are the other fields of the request.
     """
@@ -282,7 +282,7 @@ def render_known(
     documents: Iterable[tuple[DocId, str]],
     settings: Mapping[str, Any] | None = None,
 ) -> RenderedPrompt:
-    """Return the common beginning of two prompts, as tokens that every prompt with that beginning begins with.
+    """Return the common beginning of two prompts, as tokens that every such prompt begins with.
 
     ``one`` and ``other`` differ in all that is not known yet, from its first character on.
     """
@@ -300,7 +300,7 @@ def common_prefix_len(one: Sequence[object], other: Sequence[object]) -> int:
 
 
 def check_prompt_fits(num_prompt_tokens: int, max_model_len: int, num_output_tokens: int = 1) -> None:
-    """Refuse a prompt that leaves no room for ``num_output_tokens`` in a context window of ``max_model_len`` tokens.
+    """Reject a prompt without space for ``num_output_tokens`` in a context window of ``max_model_len`` tokens.
 
     Raises:
         PromptTooLongError: with the value, the limit and the cure.
@@ -317,7 +317,7 @@ def check_prompt_fits(num_prompt_tokens: int, max_model_len: int, num_output_tok
 
 @dataclass(frozen=True, slots=True)
 class PromptLayout:
-    """How a prompt is laid out: ``static_prefix`` is the system message, documents and question are the user's.
+    """The layout of a prompt: ``static_prefix`` is the system message; documents and question are the user's.
 
     The documents come before the question, so that requests about the same documents share a prefix of tokens.
     ``document_format`` holds ``{text}`` (and may hold ``{doc_id}``), ``question_format`` holds ``{question}``.
@@ -346,17 +346,17 @@ class PromptLayout:
                 raise ConfigError(f"{name} is {value!r}; it must hold {placeholder} once")
 
     def document_text(self, document: Document) -> str:
-        """Return a document as the prompt shows it."""
+        """Return the text of a document in the prompt."""
         before, after = self.document_format.split("{text}")
         text = document.text.strip()
         return f"{before.replace('{doc_id}', document.doc_id)}{text}{after.replace('{doc_id}', document.doc_id)}"
 
     def context(self, documents: Iterable[Document]) -> str:
-        """Return all documents as the prompt shows them."""
+        """Return the text of all documents in the prompt."""
         return self.document_separator.join(self.document_text(d) for d in documents)
 
     def hint(self, documents: Sequence[Document], relevance: Sequence[Document] | None) -> str:
-        """Return the line that names ``documents`` by ``relevance``, most relevant first; empty where it says nothing.
+        """Return the line that lists ``documents`` by ``relevance``; empty if it would not help.
 
         That is without a ``relevance_hint``, and where they stand in that order already.
         """
@@ -374,7 +374,7 @@ class PromptLayout:
     def messages(
         self, documents: Sequence[Document], question: str, *, relevance: Sequence[Document] | None = None
     ) -> list[ChatMessage]:
-        """Return the messages of the OpenAI protocol: the static prefix, then documents and question.
+        """Return the messages in the OpenAI protocol: static prefix, documents, question.
 
         ``relevance`` are the documents as they were retrieved, for the ``relevance_hint``.
 
@@ -384,7 +384,7 @@ class PromptLayout:
         return self.messages_of(self.context(documents), question, self.hint(documents, relevance))
 
     def messages_of(self, context: str, question: str, hint: str = "") -> list[ChatMessage]:
-        """Return the messages about documents that are a text already; see :meth:`messages`."""
+        """Return the messages for documents given as one text; see :meth:`messages`."""
         if not question.strip():
             raise PromptError("the question is empty: ask something")
         asked = self.question_format.replace("{question}", question.strip())
@@ -403,7 +403,7 @@ class PromptLayout:
     ) -> RenderedPrompt:
         """Return the prompt as token ids, with the span of every document; see :meth:`messages`.
 
-        The ``tokenizer`` is an engine's, which asks its server. One without RAGCache tells no spans.
+        The ``tokenizer`` is that of an engine. A server without RAGCache reports no spans.
 
         Raises:
             PromptError: the question is empty, or the chat template does not show a document as it was given.

@@ -1,4 +1,4 @@
-"""The order in which waiting requests are served: those first that the cache helps most (RAGCache §5.2)."""
+"""The scheduling order of waiting requests: highest cached share first (RAGCache §5.2)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _NUMBER = attrgetter("number")
 
 
 def order_priority(num_cached_tokens: int, num_computed_tokens: int) -> float:
-    """Return a request's OrderPriority, cached length / computation length (RAGCache §5.2): the highest goes first.
+    """Return a request's OrderPriority, cached length / computation length (RAGCache §5.2); the highest goes first.
 
     A request whose prompt is cached as a whole still computes one token: less than 1 counts as 1.
     """
@@ -25,7 +25,7 @@ def order_priority(num_cached_tokens: int, num_computed_tokens: int) -> float:
 
 
 class _Place(Generic[T]):
-    """An item's place in the queue. It knows its item only while that waits.
+    """An item's place in the queue; it refers to the item only while that waits.
 
     ``number`` counts arrivals up from 0; items put in front have negative numbers. ``overtaken`` are the places that
     its last pop went before. ``version`` is that of its valid entry in the heap, if ``priority`` is known.
@@ -43,13 +43,13 @@ class _Place(Generic[T]):
         self.version = 0
 
     def entry(self) -> tuple[float, int, int, _Place[T]]:
-        """Return its valid entry in the heap."""
+        """Return its valid heap entry."""
         assert self.priority is not None
         return -self.priority, self.number, self.version, self
 
 
 class CacheAwareQueue(Generic[T]):
-    """Requests in the order the cache likes; none is overtaken more than ``window`` times by later ones.
+    """Requests in cache-aware order; each is overtaken at most ``window`` times by later ones.
 
     An item is overtaken whenever one that arrived later is popped before it and not given back. The oldest of those
     that were overtaken ``window`` times goes next, whatever the priorities (RAGCache §5.2). With equal priorities, or
@@ -95,7 +95,7 @@ class CacheAwareQueue(Generic[T]):
         return len(self._waiting)
 
     def __iter__(self) -> Iterator[T]:
-        """Yield those that were put first, the last one first, and the others as they arrived."""
+        """Yield the items put first, the last one first, then the others by arrival."""
         return (place.item for place in self._waiting)
 
     def __contains__(self, item: T) -> bool:
@@ -103,26 +103,26 @@ class CacheAwareQueue(Generic[T]):
 
     @property
     def max_overtaken(self) -> int:
-        """How often the one was overtaken that was overtaken most, since the start."""
+        """Maximum number of times that an item was overtaken since the start."""
         return max((times for times, num_places in self._num_places.items() if num_places > 0), default=0)
 
     # Coming and going
 
     def add(self, item: T) -> None:
-        """Put an item behind all others: it has just arrived."""
+        """Append a new item."""
         self._popped.pop(item, None)
         self._enter(item, _Place(self._num_arrived))
         self._num_arrived += 1
 
     def put_first(self, item: T) -> None:
-        """Put an item before all others: it was preempted. The last one put first is the first out."""
+        """Put a preempted item before all others; the last one put first leaves first."""
         self._popped.pop(item, None)
         self._num_put_first += 1
         self._enter(item, _Place(-self._num_put_first))
         self._next = None
 
     def give_back(self, item: T) -> None:
-        """Undo the item's :meth:`pop`: it could not be served. One whose place is not known is put first."""
+        """Undo the item's :meth:`pop`, as it could not be served. An item without known place is put first."""
         place = self._popped.pop(item, None)
         if place is None:
             self.put_first(item)
@@ -137,7 +137,7 @@ class CacheAwareQueue(Generic[T]):
         self._next = None
 
     def peek(self) -> T:
-        """Return the item that goes next: the same until it is popped or removed, or others are put or given back.
+        """Return the next item, the same until the queue changes.
 
         Raises:
             IndexError: nothing waits.
@@ -147,7 +147,7 @@ class CacheAwareQueue(Generic[T]):
         return self._next.item
 
     def pop(self) -> T:
-        """Take out the item that goes next, which is the one of :meth:`peek`.
+        """Remove and return the item of :meth:`peek`.
 
         Raises:
             IndexError: nothing waits.
@@ -164,7 +164,7 @@ class CacheAwareQueue(Generic[T]):
         return item
 
     def remove(self, item: T) -> bool:
-        """Take an item out for good, and return whether it was waiting."""
+        """Remove an item, and return whether it was waiting."""
         self._popped.pop(item, None)
         place = self._places.get(item)
         if place is None:
@@ -173,13 +173,13 @@ class CacheAwareQueue(Generic[T]):
         return True
 
     def touch(self, *items: T) -> None:
-        """Mark the priority of items as possibly changed; does nothing for items that do not wait."""
+        """Mark the priority of items as possibly changed; ignore items that do not wait."""
         for item in items:
             if (place := self._places.get(item)) is not None:
                 self._changed.add(place)
 
     def reconsider(self) -> None:
-        """Let the next :meth:`peek` choose again, even if the item of the last one still waits: another step begins."""
+        """Let the next :meth:`peek` choose again, as another step begins."""
         self._next = None
 
     # Inside
@@ -195,7 +195,7 @@ class CacheAwareQueue(Generic[T]):
             insort(self._due, place, key=_NUMBER)
 
     def _leave(self, place: _Place[T]) -> int:
-        """Take a place out, and return how many stand before it."""
+        """Remove a place, and return the number of places before it."""
         if self._is_due(place):
             self._take_out(self._due, place)
         place.is_waiting = False

@@ -1,4 +1,4 @@
-"""When to generate ahead of a search that is not done: RAGCache's Algorithm 2 as a state machine.
+"""When to generate speculatively during a search: RAGCache's Algorithm 2 as a state machine.
 
 Events go in (a stage ended, the engine told its load, a speculation failed, the asker left), actions come out; it reads
 no clock and awaits nothing. Theorem 5.1 says what is best after a stage that ends with other documents:
@@ -24,12 +24,12 @@ _WEIGHT = 0.2
 _ENOUGH_SEARCHES = 3
 
 D = TypeVar("D")
-"""What a stage found: the documents in the order of the prompt. What is equal leads to the same prompt."""
+"""The documents of a stage in prompt order. Equal ones lead to the same prompt."""
 
 
 @dataclass(frozen=True, slots=True)
 class Start(Generic[D]):
-    """Begin to generate from ``candidates``, and hold the answer back."""
+    """Start generating from ``candidates``, and hold the answer back."""
 
     number: int
     candidates: D
@@ -37,21 +37,21 @@ class Start(Generic[D]):
 
 @dataclass(frozen=True, slots=True)
 class Cancel:
-    """End this speculation: it was wrong, or no client waits for it."""
+    """Cancel this speculation, as it was wrong or no client waits for it."""
 
     number: int
 
 
 @dataclass(frozen=True, slots=True)
 class Confirm:
-    """This speculation was right: its answer is the answer."""
+    """Use this speculation's answer, as it was right."""
 
     number: int
 
 
 @dataclass(frozen=True, slots=True)
 class Generate(Generic[D]):
-    """No speculation was right: ask the engine now."""
+    """Generate now, as no speculation was right."""
 
     candidates: D
 
@@ -60,7 +60,7 @@ Action = Start[D] | Cancel | Confirm | Generate[D]
 
 
 class SpeculativePipeline(Generic[D]):
-    """Decides what one search's speculation does next (RAGCache §5.3, Algorithm 2).
+    """Decides the next step of one search's speculation (RAGCache §5.3, Algorithm 2).
 
     At most one speculation lives at a time. After the final stage comes exactly one :class:`Confirm` or
     :class:`Generate`, never before, and a speculation from other candidates than the final ones is never confirmed. We
@@ -73,7 +73,7 @@ class SpeculativePipeline(Generic[D]):
     """
 
     def __init__(self, *, max_prefill_bs: int, max_failures: int = 2) -> None:
-        """Begin a search. After ``max_failures`` speculations that failed, no other is started."""
+        """Begin a search. After ``max_failures`` failed speculations no other is started."""
         self.max_prefill_bs = max_prefill_bs
         self._failures_left = max_failures
         self._num_started = 0
@@ -83,13 +83,13 @@ class SpeculativePipeline(Generic[D]):
 
     @property
     def is_deferred(self) -> bool:
-        """Whether a start waits for room."""
+        """Whether a start waits for spare capacity."""
         return self._deferred is not None
 
     def on_stage(
         self, candidates: D, *, is_final: bool, num_pending: int, is_worthwhile: bool = True
     ) -> list[Action[D]]:
-        """Return what to do now that a stage ended with ``candidates``.
+        """Return the actions after a stage that ended with ``candidates``.
 
         ``num_pending`` prefills wait or run in the engine, this search's own speculation not counted. Nothing is
         started from candidates that are not ``is_worthwhile``: see :class:`StageStabilityStats`.
@@ -113,7 +113,7 @@ class SpeculativePipeline(Generic[D]):
         return [*actions, *self.on_load(num_pending)]
 
     def on_load(self, num_pending: int) -> list[Action[D]]:
-        """Return the start that was deferred, if there is room for it now."""
+        """Return the deferred start, if there is spare capacity."""
         if self._deferred is None or num_pending >= self.max_prefill_bs:
             return []
         self._live, self._deferred = self._deferred, None
@@ -121,11 +121,11 @@ class SpeculativePipeline(Generic[D]):
         return [self._live]
 
     def on_skipped(self) -> None:
-        """Forget the start that was deferred: its candidates turned out not to be worth it."""
+        """Drop the deferred start, as its candidates are not worthwhile."""
         self._deferred = None
 
     def on_failed(self, number: int) -> list[Action[D]]:
-        """Return nothing to do yet: what failed is started again when there is room, unless too much failed.
+        """Return no action; the failed speculation is retried with spare capacity, unless too many failed.
 
         A speculation that is not the living one may fail late; that changes nothing.
         """
@@ -136,7 +136,7 @@ class SpeculativePipeline(Generic[D]):
         return []
 
     def on_closed(self) -> list[Action[D]]:
-        """Return what ends the living speculation: the asker left, or the search failed. Closing again does nothing."""
+        """Return the cancellation of a running speculation, as the client left or the search failed. Idempotent."""
         actions = self._cancel()
         self._end()
         return actions
@@ -157,7 +157,7 @@ class SpeculativePipeline(Generic[D]):
 
 
 class StageRecord(NamedTuple):
-    """What a stage was of late: the share of it that was right, and how long before the end of its search it came."""
+    """Recent statistics of a stage: the share of correct candidates, and the time before its search's end."""
 
     share: float
     left_s: float
@@ -170,7 +170,7 @@ class StageRecord(NamedTuple):
 
 
 class StageStabilityStats:
-    """How much of what a stage named was right in the end, and how long before it, over the searches of one source.
+    """How often a stage's candidates were final, and how early, over the searches of one source.
 
     A start costs the asker and the engine something even in idle time, and is worth it where the candidates tend to
     stand, and the search goes on for longer than a start takes. The share counted is the beginning that candidates and
@@ -183,26 +183,26 @@ class StageStabilityStats:
     """
 
     def __init__(self, learnt: Mapping[int, StageRecord] | None = None) -> None:
-        """Begin with what was ``learnt`` before."""
+        """Start with statistics ``learnt`` earlier."""
         self.num_running = 0
         self._learnt = dict(learnt or {})
 
     @property
     def learnt(self) -> dict[int, StageRecord]:
-        """What is known of each stage."""
+        """The statistics of each stage."""
         return dict(self._learnt)
 
     @property
     def never_worthwhile(self) -> bool:
-        """Whether no stage is worth a start. It is learnt from searches, not from starts: it may end without one."""
+        """Whether no stage is worth a start. Learned from searches, so it can change without starts."""
         return bool(self._learnt) and not any(self.is_worthwhile(stage, is_idle=True) for stage in self._learnt)
 
     def is_known(self, stage: int) -> bool:
-        """Return whether enough searches had this stage to say what it is worth."""
+        """Return whether enough searches had this stage for an estimate."""
         return stage in self._learnt and self._learnt[stage].num_searches >= _ENOUGH_SEARCHES
 
     def is_worthwhile(self, stage: int, *, is_idle: bool) -> bool:
-        """Return whether a start from a stage's candidates is worth it: a small chance is if the engine ``is_idle``."""
+        """Return whether a start from a stage is worthwhile; if the engine ``is_idle``, a small chance is enough."""
         if not self.is_known(stage):
             return is_idle
         recent = self._learnt[stage]
@@ -213,7 +213,7 @@ class StageStabilityStats:
         common_prefix_len = next((i for i, (a, b) in enumerate(zip(candidates, final)) if a != b), len(final))  # noqa: B905
         share = min(common_prefix_len, len(candidates)) / len(final) if final else 0.0
         before = self._learnt.get(stage, StageRecord(0.0, 0.0, 0))
-        weight = max(_WEIGHT, 1 / (before.num_searches + 1))  # the mean at first, then what is of late
+        weight = max(_WEIGHT, 1 / (before.num_searches + 1))  # a mean at first, then a moving average
         self._learnt[stage] = StageRecord(
             before.share + weight * (share - before.share),
             before.left_s + weight * (left_s - before.left_s),

@@ -11,7 +11,7 @@ from ragcache_core.types import DocId, PromptSegment, SegmentKind, Swap, Tier
 MAX_HOTTEST = 10
 """Documents that an engine names as its hottest."""
 CONTENTS_ORDERS = ("bytes", "uses", "saved", "age")
-"""What cached documents are listed by, the largest first."""
+"""Sort orders of cached documents, the largest first."""
 MAX_LISTED = 10_000
 """Documents in one list."""
 STATS_KEY = "ragcache"
@@ -19,12 +19,12 @@ STATS_KEY = "ragcache"
 PIPELINE_KEY = "pipeline"
 """Key beside these statistics for the report of the search, :meth:`PipelineReport.to_dict`."""
 ANSWER_KEY = "answer_cache"
-"""Key in their place of an answer that was kept from before: to which question, and how near that is."""
+"""Metadata key of a cached answer: its original question, and the similarity."""
 
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """How ``/metrics`` shows a figure: the name and description of its series; what is no gauge is a counter."""
+    """A statistic on ``/metrics``: name and description; a counter unless it is a gauge."""
 
     name: str
     text: str
@@ -37,12 +37,12 @@ class Series:
 
 
 def series_of(stats: type) -> dict[str, Series]:
-    """Return which of the fields of ``stats`` are series of the server's ``/metrics``."""
+    """Return the fields of ``stats`` that are metrics on ``/metrics``."""
     return {each.name: each.metadata["series"] for each in fields(stats) if "series" in each.metadata}
 
 
 def vllm_series_of(stats: type) -> dict[str, str]:
-    """Return which of the fields of ``stats`` are vLLM's own series, and the names of these."""
+    """Return the fields of ``stats`` that are vLLM's own metrics, with their names."""
     return {each.name: each.metadata["vllm"] for each in fields(stats) if "vllm" in each.metadata}
 
 
@@ -53,7 +53,7 @@ def reported_fields(stats: type, *, required: bool = False) -> list[str]:
 
 
 def fields_merged_by(merge: str, stats: type) -> list[str]:
-    """Return the fields of ``stats`` whose values of several engines become one by ``merge``, ``max`` or ``mean``."""
+    """Return the fields of ``stats`` that are merged over engines by ``merge``: ``max`` or ``mean``."""
     return [each.name for each in fields(stats) if each.metadata.get("merge") == merge]
 
 
@@ -164,7 +164,7 @@ class DeadlineReport:
 class RequestStats:
     """Statistics of one request: tokens by tier, copied bytes, and times in seconds.
 
-    ``num_cached_tokens`` is what the engine reported as served from its KV cache. ``num_gpu_tokens``,
+    ``num_cached_tokens`` are the cached prompt tokens as reported by the engine. ``num_gpu_tokens``,
     ``num_host_tokens``, ``num_disk_tokens`` and ``num_shared_tokens`` (of a shared store) are these by tier.
     ``num_loaded_bytes`` were loaded into GPU memory for the request, ``num_stored_bytes`` offloaded from it, and the
     request waited ``queue_s`` seconds to be scheduled. These are ``None`` for plain vLLM, which does not report them.
@@ -172,11 +172,11 @@ class RequestStats:
     ``ttft_s`` is measured at the client, from sending the request to its first token. Without
     streaming it is measured by the engine, from the request's arrival there; ``None`` without one.
 
-    ``chunk_reuse`` is ``None`` where the answer is exact, as far as the engine says. ``deadline`` says how a request
-    with a ``ttft_slo`` was planned, and is ``None`` without one.
+    ``chunk_reuse`` is ``None`` if the engine reports no chunk reuse: the answer is exact. ``deadline`` is the plan of a
+    request with a ``ttft_slo``, and ``None`` without one.
 
-    ``num_resumes`` is how often a streamed answer continued after a failure of its engine. ``is_resampled``: it was
-    sampled, and continued with another random state than an undisturbed answer would have.
+    ``num_resumes`` is the number of times that a streamed answer continued after an engine failure. ``is_resampled``:
+    a sampled answer continued with another random state.
     """
 
     num_prompt_tokens: int
@@ -203,7 +203,7 @@ class RequestStats:
         return self.num_prompt_tokens - self.num_cached_tokens
 
     def to_dict(self) -> dict[str, object]:
-        """Return plain JSON data, the content of ``response_metadata["ragcache"]``; a deadline where there was one."""
+        """Return plain JSON data, the content of ``response_metadata["ragcache"]``."""
         reuse = None if self.chunk_reuse is None else self.chunk_reuse.to_dict()
         data = {**asdict(self), "documents": [asdict(d) for d in self.documents], "chunk_reuse": reuse,
                 "num_computed_tokens": self.num_computed_tokens}  # fmt: skip
@@ -212,11 +212,11 @@ class RequestStats:
 
 
 TOKENS_BY_ORIGIN = tuple(each.name for each in fields(RequestStats) if each.metadata.get("is_origin"))
-"""Statistics of a request that say which tier its cached tokens came from."""
+"""Fields of a request's statistics with its cached tokens by tier."""
 
 
 def document_stats(segments: Iterable[PromptSegment], num_cached_tokens: int) -> tuple[DocumentStats, ...]:
-    """Return how much of each document lies inside the cached prefix of ``num_cached_tokens`` tokens.
+    """Return the tokens of each document within the cached prefix of ``num_cached_tokens`` tokens.
 
     vLLM's prefix cache serves a prefix, so a document is cached as far as the prefix reaches into it. What stands
     between two documents, a turn of a chat perhaps, is none of theirs. One that is shown twice is there twice.
@@ -330,6 +330,29 @@ class DocumentUse:
 
 
 @dataclass(frozen=True, slots=True)
+class ChunkKindStats:
+    """The errors of chunk reuse in the answers about one kind of document, with :attr:`ChunkReuse.max_error`.
+
+    Of ``num_answers`` answers ``num_approximate`` were approximate. ``num_audits`` of these were answered once more,
+    exactly, and ``num_errors`` differed. ``alpha`` is the smallest that keeps the bound, or else the last one in trial;
+    ``error_rate`` is the share of its audited answers that differed, and ``error_bound`` an upper bound of its error
+    rate (95 % confidence at every number of audits). Reuse ``is_stopped`` while no alpha keeps the bound.
+    """
+
+    kind: str
+    num_answers: int = _counter("ragcache_chunk_guarded_answers", "Answers for which the bound on errors holds.")
+    num_approximate: int = _counter("ragcache_chunk_approximate_answers", "Those of them that are approximate.")
+    num_audits: int = _counter("ragcache_chunk_audits", "Approximate answers that were compared with exact ones.")
+    num_errors: int = _counter("ragcache_chunk_errors", "Those of them that differed.")
+    alpha: float = _gauge("ragcache_chunk_alpha", "The alpha in use, or in trial.", 0.0)
+    error_rate: float = _gauge("ragcache_chunk_error_rate", "Share of this alpha's audited answers that differed.", 0.0)
+    error_bound: float = _gauge("ragcache_chunk_error_bound", "Upper bound of its error rate, 95 % confidence.", 1.0)
+    is_stopped: bool = _gauge(
+        "ragcache_chunk_stopped", "Whether reuse has stopped, as no alpha keeps the bound: 1 or 0.", default=False
+    )
+
+
+@dataclass(frozen=True, slots=True)
 class ChunkStats:
     """The documents that an engine stores for chunk reuse, counted since it started.
 
@@ -344,6 +367,8 @@ class ChunkStats:
     longer than the memory, ``num_capacity_misses`` found no free space: they were computed exactly.
     ``num_dropped_chunks`` were not written to disk, ``num_corrupt_chunks`` were damaged or gone there,
     ``num_lost_chunks`` dropped because of that.
+
+    ``kinds`` are the errors by kind of document, with a bound on them.
     """
 
     num_chunks: int = _gauge("ragcache_chunk_stored", "Documents stored for reuse.")
@@ -396,6 +421,7 @@ class ChunkStats:
     num_lost_chunks: int = _counter(
         "ragcache_chunk_lost", "Documents for reuse that were dropped because of damaged or missing parts."
     )
+    kinds: tuple[ChunkKindStats, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -407,8 +433,8 @@ class ForgetReceipt:
     both. ``unknown`` are ids that the engine does not know.
 
     ``num_requests`` running requests still use some of this KV, which no other request can hit, until they end.
-    ``num_pending`` blocks are still being copied or overwritten. ``problems`` say what may be left for good, and what
-    to do. The receipt is complete when there is none of these.
+    ``num_pending`` blocks are still being copied or overwritten. ``problems`` name KV that may stay, with a hint. The
+    receipt is complete when there are none of these.
     """
 
     forgotten: tuple[DocId, ...] = ()
@@ -430,7 +456,7 @@ class ForgetReceipt:
         return not (self.num_requests or self.num_pending or self.problems)
 
     def merge_sequential(self, other: ForgetReceipt) -> ForgetReceipt:
-        """Return this and the receipt for other documents, which came later, as one."""
+        """Return the merged receipt of a later call for other documents."""
         return ForgetReceipt(
             forgotten=self.forgotten + other.forgotten,
             unknown=self.unknown + other.unknown,
@@ -446,7 +472,7 @@ class ForgetReceipt:
         )
 
     def merge_replicas(self, other: ForgetReceipt) -> ForgetReceipt:
-        """Return this and another engine's receipt for the same documents as one: unknown is what both do not know."""
+        """Return the merged receipt of another engine for the same documents; unknown only if both do not know it."""
         known = dict.fromkeys(self.forgotten + other.forgotten)
         return replace(
             self.merge_sequential(other),
@@ -465,7 +491,7 @@ class ForgetReceipt:
 
 @dataclass(frozen=True, slots=True)
 class RegistrationReceipt:
-    """What became of documents that were registered with a server.
+    """The result of registering documents with a server.
 
     ``errors`` say why documents could not be registered, ``warnings`` what to look at in others, by id.
     """
@@ -475,7 +501,7 @@ class RegistrationReceipt:
     warnings: Mapping[DocId, str] = field(default_factory=dict)
 
     def merge(self, other: RegistrationReceipt) -> RegistrationReceipt:
-        """Return this and the receipt for other documents as one."""
+        """Return the merged receipt for other documents."""
         return RegistrationReceipt(
             self.num_registered + other.num_registered,
             {**self.errors, **other.errors},
@@ -522,7 +548,7 @@ class CachedDocument:
 
 @dataclass(frozen=True, slots=True)
 class CacheContents:
-    """Documents in the cache, the largest first by what they were sorted by; ``total`` is how many there are.
+    """Documents in the cache, in sort order; ``total`` is their number.
 
     ``unknown`` are requested ids without a cached token.
     """
@@ -759,6 +785,7 @@ ENGINE_SERIES = {
 """Series of the engine's report; the first three are sums over requests, which a client reads of each response."""
 TIER_SERIES = series_of(TierStats)
 CHUNK_SERIES = series_of(ChunkStats)
+CHUNK_KIND_SERIES = series_of(ChunkKindStats)
 REQUEST_TIMES = {
     "queue_s": Series("ragcache_queue_seconds", "Seconds that a request waited to be scheduled, by its lowest tier."),
     "load_s": Series("ragcache_load_seconds", "Seconds that a request waited for its KV, by its lowest tier."),
@@ -807,7 +834,7 @@ _MAXIMA = fields_merged_by("max", EngineStats)
 
 
 def merged_report(reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return one report for those of several engines, which have the same settings: figures add up.
+    """Return the merged report of several engines with the same settings.
 
     A tier is enabled where it is in all of them.
     """
@@ -827,7 +854,7 @@ def merged_report(reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _merged(reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return figures that are added up, tier by tier and document by document."""
+    """Return statistics added up, by tier and by document."""
     total = reports[0]
     for report in reports[1:]:
         total = added(total, report)
@@ -853,7 +880,7 @@ def _merged_use(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
 
 
 def added(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
-    """Return the sum of two records, number by number; a flag is set where it is in both, all else is the first's."""
+    """Return the sum of two records; a flag is set if both have it; other fields are the first's."""
     total = {**other, **one}
     for name in one.keys() & other.keys():
         match one[name], other[name]:

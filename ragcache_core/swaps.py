@@ -1,4 +1,4 @@
-"""Which of nearly equal documents a prompt shows: those that go on from what is cached, for a bounded loss of score.
+"""Score-tolerant substitution: show near-tied documents that extend the cached prefix, within a loss of score.
 
 A document of the search's best ``k`` gives its place to another candidate whose score is at most a share
 ``max_score_loss`` below its own. So the scores of what is shown add up to at least ``1 - max_score_loss`` of those of
@@ -22,7 +22,7 @@ _MAX_LOOKUPS = 1_000
 
 
 def check_max_score_loss(max_score_loss: object, order: DocumentOrder, *, beside: str | None = None) -> None:
-    """Refuse a bound that is none, or that cannot be kept to in this order of documents.
+    """Reject an invalid bound, or one that this document order cannot keep.
 
     Raises:
         ConfigError: it is no number from 0 to below 1, or documents are shown by their ids, or chosen by something
@@ -50,7 +50,7 @@ def check_max_score_loss(max_score_loss: object, order: DocumentOrder, *, beside
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Which candidates are shown, as indices: each in the place of the one that it was swapped for, or in its own."""
+    """The chosen candidates as indices, each in the place of the one that it replaces, or its own."""
 
     places: tuple[int, ...]
     swaps: tuple[Swap, ...] = ()
@@ -67,7 +67,7 @@ def prefer_cached(
     keep_first: bool = False,
     prefix: bytes | None = None,
 ) -> Choice:
-    """Return ``k`` of the ``candidates``, which are the best first, so that most of their prompt is cached.
+    """Return ``k`` of the ``candidates`` (best first) with the longest cached prefix within the loss.
 
     Args:
         candidates: what was found; all after the first ``k`` may take the place of one of these.
@@ -90,7 +90,7 @@ def prefer_cached(
 
 
 class _Walk:
-    """Walks cached paths depth first, the longest child first, and keeps the swaps that gain most."""
+    """Traverses cached prefixes depth first, the longest child first, and keeps the best substitutions."""
 
     def __init__(
         self,
@@ -118,7 +118,7 @@ class _Walk:
         return Choice(tuple(places), swaps)
 
     def walk(self, paths: Mapping[DocPath, Cached], num_candidates: int) -> None:
-        """Look at what ``paths`` have of prompts that show the first ``num_candidates``."""
+        """Search ``paths`` for prompts with the first ``num_candidates``."""
         static = paths.get(())
         self._num_static = 0 if static is None else static.num_tokens
         self._num_lookups = 0
@@ -154,7 +154,7 @@ class _Walk:
         return [index for index in indices if index not in chosen]
 
     def _swaps_of(self, chosen: tuple[int, ...]) -> tuple[tuple[int, int], ...] | None:
-        """Return (out, in) for all that are chosen beyond the best, which lose least so; None if one loses too much."""
+        """Return (out, in) of the substitutions with the least loss; ``None`` if one loses too much."""
         if self._is_free:
             into = sorted(index for index in chosen if index >= self._k)
             free = [index for index in range(self._k) if index not in chosen]

@@ -1,4 +1,4 @@
-"""The words that every folder shares: documents, retrieval updates and prompt segments."""
+"""Types shared by all packages: documents, retrieval updates and prompt segments."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Document:
 
     @property
     def label(self) -> str | None:
-        """The end of its source, as a readable name where the id is none: a UUID, or a hash of the text."""
+        """A readable name if the id is a UUID or a hash: the end of the document's source."""
         if _UNREADABLE_ID.fullmatch(self.doc_id) is None or not isinstance(self.metadata, Mapping):
             return None
         sources = (self.metadata.get(name) for name in _SOURCES)
@@ -90,7 +90,7 @@ def read_acl(value: object, doc_id: object) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Swap:
-    """A document that is shown in place of a nearly equal one, because more of the prompt is cached then.
+    """A document shown in place of a near-tied one, so that more of the prompt is cached.
 
     ``score_loss`` is the share of the score of ``doc_out`` that ``doc_in`` lacks.
     """
@@ -119,7 +119,7 @@ class RetrievalUpdate:
 
 
 class SegmentKind(enum.StrEnum):
-    """What a run of prompt tokens is."""
+    """Kind of a prompt segment."""
 
     PREFIX = "prefix"
     """Static text before the first document: chat template, system prompt. The root of the knowledge tree."""
@@ -130,7 +130,7 @@ class SegmentKind(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class PromptSegment:
-    """Tokens ``[start, end)`` of a prompt and what they are. The segments of a prompt tile it without gaps.
+    """Tokens ``[start, end)`` of a prompt with their kind. Segments cover a prompt without gaps.
 
     ``text_end`` is where a document's own tokens end, and what separates it from the next one begins; ``None`` is
     ``end``. ``label`` is a document's readable name, where its id is none.
@@ -150,7 +150,7 @@ class PromptSegment:
 
 
 class Tier(enum.IntEnum):
-    """Where a document's KV lies, the fastest first (RAGCache §5.1; the disk is the third tier of seed article 002)."""
+    """Tiers of KV, the fastest first (RAGCache §5.1; the disk is an additional tier)."""
 
     GPU = 0
     """The engine's own KV memory; main memory on a machine without a GPU."""
@@ -164,7 +164,7 @@ class Tier(enum.IntEnum):
 
 
 class Origin(enum.IntEnum):
-    """Where cached tokens of a prompt came from: one of the engine's tiers, or a store that it shares with others."""
+    """Source of cached prompt tokens: a tier of the engine, or a shared store."""
 
     GPU = Tier.GPU
     HOST = Tier.HOST
@@ -178,7 +178,7 @@ class Origin(enum.IntEnum):
 
 
 QuestionFormat = Literal["auto", "ragcache", "squad", "hotpotqa", "musique", "2wikimultihopqa", "longbench"]
-"""What a file of questions is: our own lines, or a published set's; see ``bench/quality/published.py``."""
+"""Format of a file of questions: JSON lines, or a published set's; see ``quality/published.py``."""
 
 SelectionName = Literal["cache_craft", "whole_chunks"]
 """Which tokens of reused chunks are computed all the same; see ``chunk/selection.py``."""

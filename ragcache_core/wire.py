@@ -39,7 +39,7 @@ from ragcache_core.types import MAX_LABEL_CHARS, PromptSegment, SegmentKind
 WIRE_VERSION = 1
 KEY = "ragcache"
 HUNG = "EngineHungError"
-"""The type of the error with which ``/health`` says, at status 503, that the engine makes no progress."""
+"""Error type of ``/health``, with status 503, for a hung engine."""
 DEFAULTS_HEADER = "x-ragcache-defaults"
 """With which the server says, in answers to requests for completions, what it adds to those, as JSON: defaults of
 sampling on which it depends where an answer may be cut, the ``most_tokens`` of any answer, and whether those to chats
@@ -47,9 +47,9 @@ are read from the model's tokens by a format that has no second beginning (``is_
 SESSION_HEADER = "x-session-id"
 """Equal for requests with the same first document, or the same beginning: vLLM's router and others hash it."""
 SPECULATION_HEADER = "x-ragcache-speculation"
-"""The id of a speculation, on its request, its confirmation and what is asked about it."""
+"""Id of a speculation, on its request, its confirmation and queries about it."""
 SPECULATION_ROUTE = re.compile(r"/v1/ragcache/speculations/([^/]+)")
-"""Routes of a speculation, with its id: where it is confirmed, ended and asked about."""
+"""Route of a speculation by id: confirm, cancel and query it."""
 REQUEST_ROUTE = re.compile(r"/v1/ragcache/requests/(.+)")
 """Route of the figures of a request that was answered, with the id of its response."""
 REPLICA_HEADER = "x-ragcache-replica"
@@ -70,8 +70,8 @@ _NAMES = (
     UNKNOWN_ACTIONS, *HINTS,
 )  # fmt: skip
 ChunkReuseOption = ChunkReuseRequest | Mapping[str, Any] | Literal["store"] | bool | None
-"""What a request may say of chunk reuse: yes (with which settings), no, or as the engine does. With ``store`` it is
-answered exactly, and its documents are kept for others to reuse."""
+"""Chunk-reuse option of a request: settings, ``True`` or ``False``; the engine's by default. With ``store`` the answer
+is exact, and its documents are stored for chunk reuse."""
 ChunkReuseWish = ChunkReuseRequest | Literal[False, "store"] | None
 """The same, read; ``None`` is as the engine does."""
 _MAX_DEPTH = 8
@@ -79,7 +79,7 @@ _SPECULATION = re.compile(rf"[A-Za-z0-9_-]{{1,{MAX_SPECULATION_CHARS}}}")  # it 
 
 
 def max_body_bytes(max_model_len: int, *, takes_files: bool) -> int:
-    """Return how many bytes a request's body may have: 16 MiB, and 64 for each token of the context window.
+    """Return the maximum bytes of a request's body: 16 MiB, and 64 per token of the context window.
 
     A token is some 5 bytes of text, or 12 where JSON escapes it, and 7 as a number; 16 MiB are a batch of prompts, or
     what is said of documents. Images and sounds, which stand in the body as text, may take 256 MiB more.
@@ -89,7 +89,7 @@ def max_body_bytes(max_model_len: int, *, takes_files: bool) -> int:
 
 @dataclass(frozen=True, slots=True)
 class RequestMetadata:
-    """What a request says of itself.
+    """The metadata of a request.
 
     ``segments`` tile its prompt. ``speculation`` names it while its answer is not asked for yet: it must not delay
     a request that a client waits for. ``is_reordered`` says that its documents do not stand as they were retrieved.
@@ -195,7 +195,7 @@ def _metadata(
 
 
 def decode_kv_transfer_params(params: Mapping[str, object], num_prompt_tokens: int) -> RequestMetadata:
-    """Return what a request with a prompt of ``num_prompt_tokens`` tokens says of itself.
+    """Return the metadata of a request with a prompt of ``num_prompt_tokens`` tokens.
 
     One without our metadata is one QUESTION segment. Documents by text, which no server has found, have no segment.
 
@@ -246,7 +246,7 @@ def check_metadata(metadata: Mapping[str, object]) -> None:
 
 
 def read_chunk_reuse(option: object) -> ChunkReuseWish:
-    """Return a request's chunk reuse option: how, no, ``store``, or nothing. ``True`` means the engine's settings.
+    """Return a request's chunk-reuse option: settings, ``False``, ``store``, or ``None``. ``True`` is the engine's.
 
     Raises:
         ConfigError: it is something else, or holds a setting that does not exist or cannot work.
@@ -266,7 +266,7 @@ def read_chunk_reuse(option: object) -> ChunkReuseWish:
 
 
 def read_expected_uses(metadata: Mapping[str, object]) -> int:
-    """Return how often the documents of a prefill will be used, as its metadata say; 0 where they do not.
+    """Return the expected uses of a prefill's documents from its metadata; 0 if missing.
 
     Raises:
         ConfigError: they are out of bounds, or the request is no prefill, which is a use itself.
@@ -282,7 +282,7 @@ def read_expected_uses(metadata: Mapping[str, object]) -> int:
 
 
 def check_expected_uses(raw: object) -> int:
-    """Return a number of uses that may be expected.
+    """Return a checked number of expected uses.
 
     Raises:
         ConfigError: it is none, or more than there can be.
@@ -296,7 +296,7 @@ def check_expected_uses(raw: object) -> int:
 
 
 def decode_speculation(params: Mapping[str, object]) -> str | None:
-    """Return which speculation a request belongs to, whatever else it says of itself; None if it does not say."""
+    """Return the speculation of a request, regardless of its other metadata; ``None`` without one."""
     raw = params.get(KEY)
     try:
         return _speculation(raw.get("speculation")) if isinstance(raw, Mapping) else None
@@ -305,7 +305,7 @@ def decode_speculation(params: Mapping[str, object]) -> str | None:
 
 
 def check_sendable(value: object, name: str) -> None:
-    """Refuse what a request cannot carry: text that is none, and numbers that are not finite or beyond 64 bits.
+    """Reject values that a request cannot carry: lone surrogates, and numbers beyond 64 bits or not finite.
 
     ``name`` says what of a request it is. JSON's own types are looked at, all others pass.
 
@@ -332,7 +332,7 @@ def check_sendable(value: object, name: str) -> None:
 
 
 def _are_whole_numbers(values: Sequence[Any]) -> bool:
-    """Return whether all are within 64 bits: one look at the thousands of tokens of a prompt."""
+    """Return whether all are integers of 64 bits, with one pass over a prompt's tokens."""
     return set(map(type, values)) == {int} and _in_64_bits(min(values)) and _in_64_bits(max(values))
 
 
@@ -341,7 +341,7 @@ def _in_64_bits(number: int) -> bool:
 
 
 def read_doc_ids(raw: object) -> list[str]:
-    """Return the ids of documents that a body names, each once.
+    """Return the document ids in a body, each once.
 
     Raises:
         ConfigError: it is no list of ids, or one of too many.
@@ -358,7 +358,7 @@ def read_doc_ids(raw: object) -> list[str]:
 
 
 def check_text(text: str, name: str) -> None:
-    """Refuse text with half of a surrogate pair in it, which no encoding of Unicode has.
+    """Reject text with lone surrogates, which Unicode cannot encode.
 
     Raises:
         ConfigError: with the place, the value and the cure.
@@ -374,7 +374,7 @@ def check_text(text: str, name: str) -> None:
 
 
 def check_depth(raw: object, name: str) -> None:
-    """Refuse metadata that is nested deeper than any of ours: processes that pickle it would fail.
+    """Reject metadata nested deeper than RAGCache's, which could not be pickled.
 
     Raises:
         ConfigError: it is.
@@ -393,7 +393,7 @@ def check_depth(raw: object, name: str) -> None:
 
 
 def tile(documents: Sequence[PromptSegment], num_prompt_tokens: int) -> tuple[PromptSegment, ...]:
-    """Return prefix, documents and question, without gaps, as segments of a whole prompt.
+    """Return segments of a whole prompt without gaps: prefix, documents, question.
 
     Tokens between two documents (a separator) go to the earlier one, so a document keeps what follows it; its
     ``text_end`` is before them.
@@ -455,7 +455,7 @@ def _document(raw: object, index: int) -> PromptSegment:
 
 
 def _label(label: object) -> str | None:
-    """Return a document's readable name. It is for people alone: what cannot be shown is left out."""
+    """Return a document's readable name without unprintable characters."""
     return label if isinstance(label, str) and 0 < len(label) <= MAX_LABEL_CHARS and _is_text(label) else None
 
 

@@ -1,1 +1,1 @@
-"""RAGCache at the doors of LangChain and LlamaIndex; each package needs its framework and is installed as an extra."""
+"""Integrations of RAGCache with LangChain and LlamaIndex; each needs its framework, which an extra installs."""

@@ -1,4 +1,4 @@
-"""Whether a framework is installed, asked without importing it."""
+"""Check whether a framework is installed, without importing it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from ragcache_core.errors import ConfigError
 
 
 def check_installed(framework: str, *packages: str) -> None:
-    """Name the extra to install, where one of a framework's ``packages`` is missing.
+    """Raise an error that names the extra if one of a framework's ``packages`` is missing.
 
     Raises:
         ConfigError: one is missing.

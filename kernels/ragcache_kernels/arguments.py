@@ -1,4 +1,4 @@
-"""What every operation asks of its tensors, and where a token lies in a paged cache."""
+"""Checks of tensor arguments, and the place of a token in a paged cache."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _INTEGERS = (torch.int32, torch.int64)
 
 
 def slots_of(positions: torch.Tensor, block_table: torch.Tensor, block_size: int) -> torch.Tensor:
-    """Return where a paged cache keeps the tokens at ``positions`` of one sequence.
+    """Return the slots in a paged cache of the tokens at ``positions`` of one sequence.
 
     Args:
         positions: int [num_tokens].
@@ -25,7 +25,7 @@ def slots_of(positions: torch.Tensor, block_table: torch.Tensor, block_size: int
 
 
 def check_rows(name: str, keys: torch.Tensor, values: torch.Tensor) -> None:
-    """Refuse keys and values that are no [num_rows, num_kv_heads, head_dim] of numbers.
+    """Reject keys and values other than numeric ``[num_rows, num_kv_heads, head_dim]``.
 
     Raises:
         ValueError: another shape or dtype, or a head that does not lie in one piece.
@@ -34,7 +34,7 @@ def check_rows(name: str, keys: torch.Tensor, values: torch.Tensor) -> None:
 
 
 def check_cache(key_cache: torch.Tensor, value_cache: torch.Tensor) -> None:
-    """Refuse caches that are no [num_blocks, block_size, num_kv_heads, head_dim] of numbers, in any order of memory.
+    """Reject caches other than numeric ``[num_blocks, block_size, num_kv_heads, head_dim]``, in any memory order.
 
     Raises:
         ValueError: another shape, an 8-bit cache, or a head that does not lie in one piece.
@@ -43,7 +43,7 @@ def check_cache(key_cache: torch.Tensor, value_cache: torch.Tensor) -> None:
 
 
 def check_indices(name: str, indices: torch.Tensor, num_tokens: int) -> None:
-    """Refuse ``indices`` that are no int [num_tokens] in one piece.
+    """Reject ``indices`` other than contiguous integer ``[num_tokens]``.
 
     Raises:
         ValueError: another shape, dtype or stride.
@@ -55,7 +55,7 @@ def check_indices(name: str, indices: torch.Tensor, num_tokens: int) -> None:
 
 
 def check_heads(query: torch.Tensor, key_cache: torch.Tensor) -> int:
-    """Return how many query heads share a head of keys (1: MHA; more: GQA).
+    """Return the number of query heads per key head (1: MHA; more: GQA).
 
     Raises:
         ValueError: the query's heads do not divide among the cache's, or are of another size or dtype.
@@ -72,7 +72,7 @@ def check_heads(query: torch.Tensor, key_cache: torch.Tensor) -> int:
 
 
 def dot_dtype(dtype: torch.dtype) -> tl.dtype:
-    """Return in which type a kernel multiplies tensors of ``dtype``: their own.
+    """Return the dtype in which a kernel multiplies tensors of ``dtype``: their own.
 
     Triton's interpreter keeps bf16 as bits and would multiply those, so there it is float32.
     """

@@ -1,4 +1,4 @@
-"""How much each token attends to each chunk: softmax of its scores, summed over the keys of a chunk.
+"""Attention of each token to each chunk: softmax of scores, summed over a chunk's keys.
 
               keys:   system   | chunk 0      | chunk 1      | chunk 2 | itself
     a token of chunk 2:  .15   |   .20        |   .05        |  .50    |  .10     mass [num_tokens, num_chunks]
@@ -35,7 +35,7 @@ def chunk_attention_mass(
     *,
     tiles: Tiles | None = None,
 ) -> torch.Tensor:
-    """Return how much each query attends to each chunk, the mean of its heads.
+    """Return each query's attention to each chunk, averaged over heads.
 
     The sums of Cache-Craft Eq. 3 (a chunk's tokens, an earlier chunk), Eq. 4 (its own) and Eq. 14 (one token, all
     earlier chunks) are sums of these. Keys behind a query count nothing; keys in no chunk, and each token itself, count
@@ -111,7 +111,7 @@ def naive_chunk_attention_mass(
     chunk_ends: torch.Tensor,
     scale: float,
 ) -> torch.Tensor:
-    """Do what :func:`chunk_attention_mass` does, in PyTorch, in float32, with the whole matrix of scores."""
+    """Compute :func:`chunk_attention_mass` in PyTorch, in float32, with the whole score matrix."""
     _check(query, positions, key_cache, block_table, chunk_starts, chunk_ends)
     mass = torch.zeros((query.shape[0], chunk_starts.shape[0]), dtype=torch.float32, device=query.device)
     if not query.shape[0]:

@@ -1,4 +1,4 @@
-"""Rotary position embedding from a table of cosines and sines, and its removal: what two kernels share."""
+"""Rotary position embedding from a table of cosines and sines, and its inverse, for two kernels."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import triton.language as tl
 
 @dataclass(frozen=True, slots=True)
 class RotaryTable:
-    """How a model's keys are rotated, as vLLM's rotary embeddings keep it (``cos_sin_cache``, ``is_neox_style``).
+    """A model's rotary table, in vLLM's format (``cos_sin_cache``, ``is_neox_style``).
 
     Attributes:
         cos_sin: float [num_positions, rotary_dim], a position's cosines and then its sines, contiguous. YaRN and its
@@ -33,11 +33,11 @@ class RotaryTable:
 
     @property
     def rotary_dim(self) -> int:
-        """How many of a head's dimensions are rotated; what lies behind them passes through."""
+        """Number of rotated dimensions of a head; the others are copied."""
         return self.cos_sin.shape[1]
 
     def check_head(self, head_dim: int) -> None:
-        """Refuse heads that are shorter than what is rotated.
+        """Reject heads with fewer dimensions than are rotated.
 
         Raises:
             ValueError: they are.
@@ -63,7 +63,7 @@ def rotate(keys: torch.Tensor, positions: torch.Tensor, table: RotaryTable) -> t
 
 
 def unrotate(keys: torch.Tensor, positions: torch.Tensor, table: RotaryTable) -> torch.Tensor:
-    """Return ``keys`` as they were before :func:`rotate`: turned back, and divided by cos^2 + sin^2 of each pair.
+    """Return ``keys`` before :func:`rotate`: rotated back, and divided by cos^2 + sin^2 of each pair.
 
     That is the table's scale squared, and in a bf16 table what rounding left of it, so it is taken where it is used.
     """

@@ -1,4 +1,4 @@
-"""Put stored chunks where a prompt has them: gather rows, rotate keys to their positions, scatter into a paged cache.
+"""Insert stored chunks into a prompt: gather rows, rotate keys to their positions, scatter into a paged cache.
 
     rows of the store            positions, slots                   paged cache
     K not rotated, V
@@ -96,7 +96,7 @@ def naive_rotate_into_cache(
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
 ) -> None:
-    """Do what :func:`rotate_into_cache` does, in PyTorch, on any device."""
+    """Compute :func:`rotate_into_cache` in PyTorch, on any device."""
     _check(keys, values, source_rows, positions, slots, table, key_cache, value_cache)
     is_kept = slots >= 0
     rows, kept = source_rows[is_kept], slots[is_kept]

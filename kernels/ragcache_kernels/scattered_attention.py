@@ -1,4 +1,4 @@
-"""Attention of queries that stand anywhere in their sequence, over a paged cache.
+"""Attention of queries at any positions of their sequence, over a paged cache.
 
     positions of the queries   3   9  10  26       keys 0 .. 26, in blocks of the cache
                                |   |   |   |
@@ -30,7 +30,7 @@ _LOG2_E = 1.4426950408889634
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """How many queries and keys a program holds at a time; each a power of two."""
+    """Numbers of queries and keys per program, each a power of two."""
 
     num_queries: int = 32
     num_keys: int = 64
@@ -54,7 +54,7 @@ class Tiles:
         return cls(max(1, 128 // padded(group)), num_keys)
 
     def num_rows(self, group: int) -> int:
-        """Return the rows of a program's matrix: its queries' heads, of each query a power of two."""
+        """Return the rows of a program's matrix: queries times heads, padded to powers of two."""
         return max(_LEAST_DOT, self.num_queries * padded(group))
 
 
@@ -70,7 +70,7 @@ def scattered_attention(
     out: torch.Tensor | None = None,
     tiles: Tiles | None = None,
 ) -> torch.Tensor:
-    """Return softmax(scale q k^T) v for each query over all keys that stand at or before it.
+    """Return softmax(scale q k^T) v for each query over all keys up to its position.
 
     Cache-Craft §4: partial prefill with scattered queries. The mask is the position alone, so each query's own key must
     be in the cache already. No window, no soft cap, no sinks.
@@ -147,7 +147,7 @@ def naive_scattered_attention(
     *,
     query_starts: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Do what :func:`scattered_attention` does, in PyTorch, in float32, with the whole matrix of scores."""
+    """Compute :func:`scattered_attention` in PyTorch, in float32, with the whole score matrix."""
     block_table, query_starts = _check(query, positions, key_cache, value_cache, block_table, query_starts)
     group = check_heads(query, key_cache)
     out = torch.empty_like(query)
@@ -163,7 +163,7 @@ def naive_scattered_attention(
 def attention_probabilities(
     query: torch.Tensor, positions: torch.Tensor, key_cache: torch.Tensor, block_table: torch.Tensor, scale: float
 ) -> torch.Tensor:
-    """Return float32 [num_heads, num_tokens, num_keys]: how each query of one sequence attends to the keys before it.
+    """Return float32 ``[num_heads, num_tokens, num_keys]``: each query's attention to the keys up to its position.
 
     ``num_keys`` is the last position plus 1.
     """

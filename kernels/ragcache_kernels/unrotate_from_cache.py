@@ -1,4 +1,4 @@
-"""Take a chunk out of a prompt: gather from a paged cache, turn keys back from their positions, store rows.
+"""Extract a chunk from a prompt: gather from a paged cache, rotate keys back, store rows.
 
     paged cache            slots, positions             rows of the store
     K rotated, V
@@ -96,7 +96,7 @@ def naive_unrotate_from_cache(
     values: torch.Tensor,
     target_rows: torch.Tensor,
 ) -> None:
-    """Do what :func:`unrotate_from_cache` does, in PyTorch, on any device."""
+    """Compute :func:`unrotate_from_cache` in PyTorch, on any device."""
     _check(key_cache, value_cache, slots, positions, table, keys, values, target_rows)
     is_kept = slots >= 0
     rows, kept = target_rows[is_kept], slots[is_kept]

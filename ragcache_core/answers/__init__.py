@@ -1,4 +1,4 @@
-"""A semantic cache of answers: an equal context, a similar question.
+"""A semantic answer cache: answers a similar question over an equal context.
 
 ::
 

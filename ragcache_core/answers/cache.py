@@ -1,4 +1,4 @@
-"""Semantic answer cache: the question and key of a prompt; answers in memory and, if wanted, in SQLite."""
+"""Semantic answer cache: the key of a prompt; answers in memory and optionally in SQLite."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _DISTINGUISHING_WORDS = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class QuestionKey:
-    """The question of a prompt, the (id, content hash) of its documents, and a hash of what must be equal.
+    """The question of a prompt, (id, content hash) of its documents, and a hash of all parts that must be equal.
 
     The hash covers model, settings, instructions, conversation, documents and their order, and the numbers and English
     question words of the question. Where a prompt shows no known query ``question`` is ``None``, and all is hashed.
@@ -112,7 +112,7 @@ def _sha256(text: str) -> str:
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
 
 
-_PROBE = "Who asked this question, and when?"  # embedders with the same vector for it are the same one
+_PROBE = "Who asked this question, and when?"  # embedders with an equal vector of it count as equal
 _NUM_WORD_BUCKETS = 2048
 _MAX_FORGOTTEN = 10_000
 _FORMAT = 2  # format 1 has no checksums
@@ -270,7 +270,7 @@ class AnswerCache(Handle, AbstractContextManager["AnswerCache"]):
             self._delete(self._entries)
 
     def close(self) -> None:
-        """Release the folder and what is read from it. May be called twice."""
+        """Release the folder and the loaded answers. Idempotent."""
         with self._lock:
             if self._db is not None:
                 self._db.close()

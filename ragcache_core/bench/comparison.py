@@ -30,7 +30,7 @@ from ragcache_core.client import Engine, EngineClient
 from ragcache_core.errors import ConfigError
 
 NUM_IN_FLIGHT = 8
-"""Concurrent requests where nothing is timed."""
+"""Concurrent requests outside of measurements."""
 _NUM_UNCACHED_WARM_UP = 8
 _LAST_STEP_S = 3.0
 _EXTERNAL_HITS = "vllm:external_prefix_cache_hits_total"
@@ -239,7 +239,7 @@ def read_counter(engine: EngineClient, name: str) -> float:
 
 
 def _by_tier(engine: Engine) -> dict[str, int]:
-    """Return the prompt tokens that each tier has served so far; vLLM's own offloading counts as ``host``."""
+    """Return the prompt tokens served by each tier so far; vLLM's own offloading counts as ``host``."""
     stats = engine.stats()
     if stats.policy is not None:
         return {tier.name: tier.num_hit_tokens for tier in stats.tiers}

@@ -55,7 +55,7 @@ class TimedRun:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
-        """Return the run that :meth:`to_dict` wrote, now or in an earlier version, which kept more.
+        """Return the run of a :meth:`to_dict`, also of earlier versions with more fields.
 
         Raises:
             TypeError, LookupError: ``data`` is not such a dictionary.
@@ -129,12 +129,12 @@ class Results:
         return results
 
     def set_rates(self, rates_rps: tuple[float, ...], capacity_rps: float | None) -> None:
-        """Keep the rates in requests a second, and the capacity that they are shares of."""
+        """Store the rates in requests per second, and the capacity if they are shares of it."""
         self.rates_rps, self.capacity_rps = rates_rps, capacity_rps
         self.write()
 
     def add(self, run: TimedRun) -> None:
-        """Keep a finished run."""
+        """Store a finished run."""
         self.runs.append(run)
         self.write()
 
@@ -161,7 +161,7 @@ class Results:
 
 
 def check_is_new(path: Path, *, resume: bool) -> None:
-    """Refuse to replace an existing file.
+    """Reject replacing an existing file.
 
     Raises:
         ConfigError: the file exists and ``resume`` is False.
@@ -171,5 +171,5 @@ def check_is_new(path: Path, *, resume: bool) -> None:
 
 
 def _both(before: Any, now: Any) -> Any:
-    """Return a fact of the machine; where it has changed, both values."""
+    """Return a fact of the machine; both values if it has changed."""
     return now if before is None or before == now else f"{before}, then {now}"

@@ -99,7 +99,7 @@ class ComparisonSummary:
 
 
 def highest_rate(curve: Iterable[tuple[float, float]], slo_s: float) -> float:
-    """Return where the line through (rate, TTFT) first exceeds ``slo_s``; 0 if it is never below."""
+    """Return the rate at which the line through (rate, TTFT) first exceeds ``slo_s``; 0 if it always does."""
     rate, ttft_s = 0.0, 0.0
     for next_rate, next_ttft_s in curve:
         if next_ttft_s > slo_s:
@@ -111,7 +111,7 @@ def highest_rate(curve: Iterable[tuple[float, float]], slo_s: float) -> float:
 
 
 def _student_t(degrees: int) -> float:
-    """Return the quantile; beyond the table by its expansion around the normal quantile, exact to 0.002."""
+    """Return the quantile; beyond the table by an expansion around the normal quantile, accurate to 0.002."""
     if degrees <= len(_STUDENT_T):
         return _STUDENT_T[degrees - 1]
     z = _NORMAL

@@ -1,4 +1,4 @@
-"""Reuse of a chunk's KV at any position behind any prefix, as pure decisions (Cache-Craft)."""
+"""Chunk reuse (Cache-Craft) as pure decisions, without I/O."""
 
 from ragcache_core.chunk.calibration import AlphaPoint, choose_alpha
 from ragcache_core.chunk.focus import FocusedChunks

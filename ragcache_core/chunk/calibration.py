@@ -1,4 +1,4 @@
-"""Eq. 12's alpha for a wanted quality, from what was measured with some values of it."""
+"""Eq. 12's alpha for a target quality, from measurements of several alphas."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ragcache_core.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class AlphaPoint:
-    """What one alpha came to on a validation set.
+    """The result of one alpha on a validation set.
 
     ``quality`` is whatever is wanted, the higher the better: ROUGE-L F1, exact match, or either as a share of what a
     full prefill reaches. ``recomputed`` is the fraction of the chunks' tokens that was computed, E[CFO].
@@ -31,7 +31,7 @@ class AlphaPoint:
 
 
 def choose_alpha(points: Sequence[AlphaPoint], wanted_quality: float) -> AlphaPoint:
-    """Return the point that computes least among those with the quality wanted (Cache-Craft §3.2, Eq. 13).
+    """Return the point with the least recompute that reaches the quality (Cache-Craft §3.2, Eq. 13).
 
     Unlike the paper, this takes the quality from a curve through all points that never falls with alpha (``smoothed``):
     one lucky draw of questions at a small alpha does not win. The returned point has its measured quality.
@@ -53,7 +53,7 @@ def choose_alpha(points: Sequence[AlphaPoint], wanted_quality: float) -> AlphaPo
 
 
 def smoothed(points: Sequence[AlphaPoint]) -> list[tuple[AlphaPoint, float]]:
-    """Return the points by alpha, each with its quality on the closest curve that never falls.
+    """Return the points by alpha, with the closest non-decreasing qualities.
 
     Closest in squares weighed by ``num_questions`` (isotonic regression by pooling adjacent violators).
     """

@@ -1,4 +1,4 @@
-"""Which chunks a question looks at, found out layer by layer: the others need no more recomputation."""
+"""Find the chunks to which a question attends, layer by layer; others need no further recomputation."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ragcache_core.errors import ConfigError
 
 
 def gap_cut(descending: Sequence[float]) -> int:
-    """Return how many of the scores stand above the widest gap between neighbours; all of them where none is wider.
+    """Return the number of scores above the widest gap between neighbours; all if no gap is widest.
 
     Algorithm 1's lines 5 to 8 take the gap that adds most to the entropy of all gaps, with indices that leave the
     first one out. But ``-p log p`` is highest at ``p = 1/e``, not at 1: a gap that makes up 90 % of the spread adds
@@ -21,7 +21,7 @@ def gap_cut(descending: Sequence[float]) -> int:
 
 
 class FocusedChunks:
-    """Algorithm 1 of Cache-Craft (§3.2.2) as a state machine: a layer's attention in, the focused chunks out.
+    """Algorithm 1 of Cache-Craft (§3.2.2) as a state machine: reads each layer's attention, returns the focused chunks.
 
     The attention that the question pays to each chunk is summed over the layers so far (Eq. 15) and the chunks with
     high sums are cut off from the others. Once ``window`` layers one after the other cut off the same set, it is
@@ -43,23 +43,23 @@ class FocusedChunks:
 
     @property
     def focused(self) -> frozenset[int]:
-        """The numbers of the chunks to go on with: all of them until it has settled."""
+        """The numbers of the focused chunks; all until settled."""
         if self._is_settled and self._candidates is not None:
             return self._candidates
         return frozenset(range(len(self._cumulated)))
 
     @property
     def is_settled(self) -> bool:
-        """Whether it has been found out: later layers change nothing."""
+        """Whether the focus is final, so that later layers change nothing."""
         return self._is_settled
 
     @property
     def num_layers(self) -> int:
-        """How many layers it took, or has taken so far (L*)."""
+        """Number of layers until it settled, or so far (L*)."""
         return self._num_layers
 
     def observe(self, attention: Sequence[float]) -> frozenset[int]:
-        """Take in the next layer's attention of the question to each chunk, and return ``focused``.
+        """Process the next layer's attention of the question to each chunk, and return ``focused``.
 
         Raises:
             ValueError: not one number for each chunk.

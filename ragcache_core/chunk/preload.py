@@ -1,4 +1,4 @@
-"""How many layers of stored KV to have at hand before the first is computed."""
+"""The number of layers of stored KV to load before computing the first."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 
 
 def preload_depth(num_layers: int, *, prefill_s: float, load_s: float) -> int:
-    """Return L_p, the number of layers to load before the first is computed to wait for none later (Eq. 16).
+    """Return L_p, the number of layers to load before the first is computed, so that no later one waits (Eq. 16).
 
     ``(L - 1)(1 - T_prefill / T_load) + 1``, rounded up, at least 1 (Algorithm 2, line 1). ``prefill_s`` and ``load_s``
     are those of all layers. Then the remaining ``L - L_p`` layers are loaded while ``L - 1`` are computed.

@@ -1,4 +1,4 @@
-"""The plan for a request: which stored variant of each chunk is used, and which tokens are computed all the same."""
+"""The plan of a request: the stored version of each chunk, and the tokens to recompute."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def plan_reuse(
     run_tokens: int = 1,
     counts_unseen: bool = True,
 ) -> ReusePlan:
-    """Return the plan for the tokens ``[start, end)`` of a prompt: reuse or recompute (Cache-Craft §3.4.1).
+    """Return the plan for tokens ``[start, end)`` of a prompt: reuse or recompute (Cache-Craft §3.4.1).
 
     Each stored chunk uses the variant that has lost least context (§3.3: the lowest ``CCI (1 - beta')``; see
     ``lost_context``), the older of equals. ``selection`` chooses ``ceil(CFO |C|)`` of its tokens to recompute. Tokens
@@ -99,7 +99,7 @@ def plan_reuse(
 
 
 def losses(spans: Sequence[ChunkSpan], known: Sequence[float], start: int, plan: ReusePlan | None) -> list[float]:
-    """Return how much context each chunk of a prompt has lost, once the tokens from ``start`` on are there.
+    """Return the lost context of each chunk of a prompt, from token ``start`` on.
 
     What a chunk that is captured there inherits, see :func:`~ragcache_core.chunk.scores.lost_context`. A chunk that is
     computed wholly inherits at most what the worst before it has lost; only what was measured of it says how much.
@@ -121,7 +121,7 @@ def losses(spans: Sequence[ChunkSpan], known: Sequence[float], start: int, plan:
 
 
 def in_runs(offsets: Sequence[int], num_tokens: int, run_tokens: int) -> tuple[int, ...]:
-    """Return about as many offsets in aligned runs of ``run_tokens``: the runs with the most of ``offsets``.
+    """Return about as many offsets in aligned runs of ``run_tokens``, those with the most of ``offsets``.
 
     ``ceil(len(offsets) / run_tokens)`` runs, of equals the first; a chunk's last run may be shorter.
     """
@@ -146,7 +146,7 @@ def _check_order(spans: Sequence[ChunkSpan]) -> None:
 def _best(
     variants: Sequence[ChunkVariant], span: ChunkSpan, before: Sequence[ChunkSpan], *, counts_unseen: bool
 ) -> tuple[ChunkVariant, float]:
-    """Return the variant that fits ``span`` best behind ``before``, and how much context it has lost."""
+    """Return the version that fits ``span`` best after ``before``, and its lost context."""
     prefix = [each.key for each in before]
     candidates = []
     for variant in variants:
@@ -163,7 +163,7 @@ def _best(
 def _best_neighbours(
     variants: Sequence[ChunkVariant], span: ChunkSpan, before: Sequence[ChunkSpan]
 ) -> tuple[ChunkVariant, float]:
-    """Return the variant that keeps most of its old neighbours before ``span``, and how much context it has lost.
+    """Return the version with the most of its former neighbours before ``span``, and its lost context.
 
     Of those that keep as much, the one of this very context, or else the one that inherited least, the older of equals.
 
@@ -187,7 +187,7 @@ def _best_neighbours(
 def _whole_budgets(
     lengths: Sequence[int], overheads: Sequence[float], lost: Sequence[float], max_recompute: float
 ) -> list[int]:
-    """Return all or none of each chunk's tokens: all where the CFO is 1, what has lost most first while room lasts.
+    """Return all or none of each chunk's tokens: all if the CFO is 1, then by lost context within the limit.
 
     The room is ``max_recompute`` of the tokens of all of them together.
     """

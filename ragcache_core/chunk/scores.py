@@ -1,4 +1,4 @@
-"""How far a stored chunk fits a new prompt: overlap, order, context impact, and the overhead of fixing it.
+"""How well a stored chunk fits a new prompt: overlap, order, context impact, and recompute overhead.
 
 ::
 
@@ -31,7 +31,7 @@ _LEAST_OVERHEAD = 1e-4
 
 
 def prefix_overlap(statistics: ChunkStatistics, prefix: Sequence[ChunkKey]) -> float:
-    """Return beta in [0, 1]: the attention paid to chunks that are in ``prefix`` again, of all that was paid (Eq. 6).
+    """Return beta in [0, 1]: the share of attention to chunks that are in ``prefix`` again (Eq. 6).
 
     A chunk that had looked at nothing fits a prefix that has nothing which it had not seen (1), and no other (0).
     """
@@ -44,7 +44,7 @@ def prefix_overlap(statistics: ChunkStatistics, prefix: Sequence[ChunkKey]) -> f
 
 
 def order_penalty(old: Sequence[ChunkKey], new: Sequence[ChunkKey]) -> float:
-    """Return gamma in [0, 1]: the normalised Kendall tau distance of the chunks that both prefixes have (Eq. 7).
+    """Return gamma in [0, 1]: the normalised Kendall tau distance of the chunks in both prefixes (Eq. 7).
 
     A chunk that a prefix has twice counts where it stands first. Fewer than two common chunks are in no wrong order.
     """
@@ -58,7 +58,7 @@ def order_penalty(old: Sequence[ChunkKey], new: Sequence[ChunkKey]) -> float:
 
 
 def adjusted_overlap(statistics: ChunkStatistics, prefix: Sequence[ChunkKey], *, unseen_tokens: int = 0) -> float:
-    """Return beta' in [0, 1], the overlap less what the order spoils (Eq. 8).
+    """Return beta' in [0, 1]: the overlap, reduced by the order penalty (Eq. 8).
 
     We differ if ``unseen_tokens`` is given. Eq. 6 asks what has gone and not what has come: behind ``[A, B]`` a chunk
     that was captured behind ``[A]`` has beta 1, though it never saw B. Each of the ``unseen_tokens`` of such chunks is
@@ -70,7 +70,7 @@ def adjusted_overlap(statistics: ChunkStatistics, prefix: Sequence[ChunkKey], *,
 
 
 def context_impact(statistics: ChunkStatistics) -> float:
-    """Return the CCI in [1/2, 1] of a chunk: the sigmoid of outer over inner attention, per pair of tokens (Eq. 9-11).
+    """Return the CCI of a chunk in [1/2, 1]: the sigmoid of outer over inner attention, per token pair (Eq. 9-11).
 
     Masses are averaged over layers already (Eq. 10). A chunk of one token, which has no inner attention, has 1 as soon
     as it looked at anything.
@@ -85,7 +85,7 @@ def context_impact(statistics: ChunkStatistics) -> float:
 
 
 def outward_attention(statistics: ChunkStatistics) -> float:
-    """Return in [0, 1] how much of a chunk's attention leaves it, the static prefix and a token itself included.
+    """Return the share of a chunk's attention to tokens outside of it, with the static prefix, in [0, 1].
 
     ``1 - intra / |C|``. CCI divides by lengths and lies close to 1/2 for whatever is captured behind long prefixes;
     this tells a chunk that begins with "It" from one that names what it is about.
@@ -94,7 +94,7 @@ def outward_attention(statistics: ChunkStatistics) -> float:
 
 
 def neighbour_overlap(statistics: ChunkStatistics, prefix: Sequence[ChunkKey]) -> float:
-    """Return in [0, 1] the attention paid to chunks that stand right before the chunk again, of all paid to chunks.
+    """Return the share of attention to chunks that directly precede the chunk again, in [0, 1].
 
     Only the longest common ending of both prefixes counts: what "It" means is decided by what stands before it, so a
     chunk that came between an old neighbour and this one ends the context that was captured. Equal prefixes have 1.
@@ -113,7 +113,7 @@ def neighbour_overlap(statistics: ChunkStatistics, prefix: Sequence[ChunkKey]) -
 
 
 def lost_context(statistics: ChunkStatistics, context: ContextKey, *, weight: float, overlap: float) -> float:
-    """Return in [0, 1] how much of what made a chunk's KV is not there any more: ``weight * (1 - overlap)``, or more.
+    """Return the share of a chunk's former context that is missing, in [0, 1]: at least ``weight * (1 - overlap)``.
 
     ``weight`` says how much comes from elsewhere: CCI with beta', or outward attention with neighbour overlap. In
     another ``context`` than at its capture a chunk has lost :data:`LEAST_LOST` at least: only the text between the same
@@ -127,7 +127,7 @@ def lost_context(statistics: ChunkStatistics, context: ContextKey, *, weight: fl
 
 
 def fix_overhead(lost: float, alpha: float) -> float:
-    """Return the CFO in [0, 1]: the fraction of a chunk to recompute, ``alpha * CCI * (1 - beta')`` (Eq. 12).
+    """Return the CFO in [0, 1]: the share of a chunk to recompute, ``alpha * CCI * (1 - beta')`` (Eq. 12).
 
     We differ where that is less than 1e-4: it is nothing then, and not a token of each chunk.
 
@@ -145,7 +145,7 @@ def fix_overhead(lost: float, alpha: float) -> float:
 
 
 def num_selected(overhead: float, num_tokens: int) -> int:
-    """Return N, how many of a chunk's tokens a fraction comes to: ``ceil(CFO * |C|)`` (§3.2.1).
+    """Return N, the number of a chunk's tokens to recompute: ``ceil(CFO * |C|)`` (§3.2.1).
 
     A product that is whole but for rounding stays whole.
     """

@@ -12,14 +12,14 @@ from ragcache_core.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class SelectableChunk:
-    """A chunk that a request reuses, and ``budget``, the number of its tokens to recompute."""
+    """A reused chunk, with ``budget``, its number of tokens to recompute."""
 
     variant: ChunkVariant
     budget: int
 
 
 class TokenSelection(Protocol):
-    """Chooses among the tokens of all the chunks that a request reuses.
+    """Selects tokens to recompute among all reused chunks of a request.
 
     It sees them together, so a budget may move from chunk to chunk; their sum is never exceeded. Deterministic: the
     same chunks get the same tokens, in every process.
@@ -35,7 +35,7 @@ class TokenSelection(Protocol):
 
 
 class CacheCraftSelection:
-    """The tokens that looked most at other chunks when they were captured (Cache-Craft §3.2.1, Eq. 14)."""
+    """The tokens that attended most to other chunks at their capture (Cache-Craft §3.2.1, Eq. 14)."""
 
     name: ClassVar[str] = "cache_craft"
     is_all_or_nothing: ClassVar[bool] = False
@@ -45,7 +45,7 @@ class CacheCraftSelection:
 
 
 class WholeChunksSelection:
-    """All tokens of the chunks that depend on neighbours they have lost, none of the others (ours).
+    """All tokens of chunks that depend on lost neighbours, none of others (not from the paper).
 
     Where a chunk says only "It", every later token of it has taken in what "It" was, and a few recomputed ones mend
     nothing; a chunk that names what it is about needs none. So the budget goes to few chunks wholly.
@@ -59,7 +59,7 @@ class WholeChunksSelection:
 
 
 def _highest(scores: Sequence[float], count: int) -> tuple[int, ...]:
-    """Return the places of the ``count`` highest scores, sorted; of equals, the first."""
+    """Return the indices of the ``count`` highest scores, sorted; the first of equal ones."""
     ranked = sorted(range(len(scores)), key=scores.__getitem__, reverse=True)
     return tuple(sorted(ranked[:count]))
 
@@ -72,7 +72,7 @@ SELECTIONS: dict[str, Callable[[], TokenSelection]] = {
 
 
 def make_selection(name: str) -> TokenSelection:
-    """Return the selection of that name.
+    """Return the selection with this name.
 
     Raises:
         ConfigError: there is none; the message lists those that there are.

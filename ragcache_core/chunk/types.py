@@ -1,4 +1,4 @@
-"""The words of chunk reuse: which chunk, what was measured of it, which stored KV of it, and the plan for a request."""
+"""Types of chunk reuse: chunks, their statistics, their cached versions, and plans."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 from ragcache_core.errors import PromptError
 
 ChunkKey = bytes
-"""SHA-256 of a chunk's token ids, and of the static prefix's: equal chunks are one wherever they stand among others."""
+"""SHA-256 of a chunk's token ids and of the static prefix, independent of its position."""
 
 
 ContextKey = bytes
-"""SHA-256 of everything that stands before a chunk: the static prefix, other chunks, and what separates them."""
+"""SHA-256 of everything before a chunk: the static prefix, other chunks, and separators."""
 
 
 def chunk_key(token_ids: Sequence[int], *, behind: ChunkKey = b"") -> ChunkKey:
@@ -28,7 +28,7 @@ def chunk_key(token_ids: Sequence[int], *, behind: ChunkKey = b"") -> ChunkKey:
 
 
 def chunk_spans(token_ids: Sequence[int], places: Sequence[tuple[int, int]]) -> list[ChunkSpan]:
-    """Return the chunks of a prompt that stand at ``places``, ``[start, end)`` each, in order.
+    """Return the chunks of a prompt at ``places``, ``[start, end)`` each, in order.
 
     Raises:
         PromptError: one holds no token.
@@ -51,7 +51,7 @@ def context_behind(span: ChunkSpan, between: Sequence[int] = ()) -> ContextKey:
 
 @dataclass(frozen=True, slots=True)
 class ChunkStatistics:
-    """What was measured when a chunk's KV was captured, behind the prefix that it then had (Cache-Craft §3.1).
+    """The attention statistics of a chunk at its capture, with its prefix then (Cache-Craft §3.1).
 
     Masses are sums of softmaxed attention, averaged over layers and heads, so a row of the attention matrix adds up to
     1 over everything that the row sees.
@@ -70,7 +70,7 @@ class ChunkStatistics:
     """Eq. 3: the attention of the chunk's tokens to each chunk of ``prefix``, parallel to it."""
 
     intra: float
-    """Eq. 4: attention of the chunk's tokens to the chunk's earlier tokens. What a token pays to itself is not in."""
+    """Eq. 4: attention of the chunk's tokens to its earlier tokens, without each token's own."""
 
     token_inter: tuple[float, ...]
     """For Eq. 14: each token's attention to all the chunks of ``prefix``, one for every token of the chunk."""
@@ -93,7 +93,7 @@ class ChunkStatistics:
 
 @dataclass(frozen=True, slots=True)
 class ChunkVariant:
-    """One stored KV of a chunk. ``number`` tells it from the others of the same ``key`` and is never given again."""
+    """One cached version of a chunk. ``number`` is unique for its ``key``, and never reused."""
 
     key: ChunkKey
     number: int
@@ -102,7 +102,7 @@ class ChunkVariant:
 
     @property
     def name(self) -> tuple[ChunkKey, int, ContextKey]:
-        """What tells it from all others, of an engine before this one too."""
+        """Its unique name, also across engines."""
         return self.key, self.number, self.statistics.context
 
     def __post_init__(self) -> None:
@@ -113,7 +113,7 @@ class ChunkVariant:
 
 @dataclass(frozen=True, slots=True)
 class ChunkSpan:
-    """Where a chunk stands in a prompt: tokens ``[start, end)``, and behind what."""
+    """A chunk at tokens ``[start, end)`` of a prompt, with its context."""
 
     start: int
     end: int
@@ -132,7 +132,7 @@ class ChunkSpan:
 
 @dataclass(frozen=True, slots=True)
 class PlannedChunk:
-    """A chunk whose stored KV is used: its variant, the tokens to recompute, and the reason for their number.
+    """A chunk whose stored KV is used: its version, the tokens to recompute, and the reason of their number.
 
     ``recomputed`` are positions in the prompt, sorted. ``lost`` is how much of its context the chosen variant has lost,
     ``overhead`` its CFO (Eq. 12): the fraction of the chunk that should be recomputed; rounding, ``max_recompute`` and
@@ -149,7 +149,7 @@ class PlannedChunk:
 
 @dataclass(frozen=True, slots=True)
 class ReusePlan:
-    """What becomes of the tokens ``[start, end)`` of a prompt: read from a stored chunk, or computed.
+    """The plan for tokens ``[start, end)`` of a prompt: read from stored chunks, or computed.
 
     ``recomputed`` are all positions to compute, sorted: between chunks, in chunks that are not stored, and the
     selected tokens of the chunks that are reused. Every other position of ``[start, end)`` lies in exactly one chunk
@@ -162,15 +162,15 @@ class ReusePlan:
     recomputed: tuple[int, ...]
 
     def num_kept(self, chunk: PlannedChunk) -> int:
-        """Return how many tokens of one of ``reused`` are read and not computed."""
+        """Return the number of tokens of one of ``reused`` that are not recomputed."""
         return min(chunk.span.end, self.end) - max(chunk.span.start, self.start) - len(chunk.recomputed)
 
     @property
     def read(self) -> tuple[PlannedChunk, ...]:
-        """Those of ``reused`` with any stored KV read: the others are recomputed wholly."""
+        """The chunks of ``reused`` with some stored KV in use; others are recomputed completely."""
         return tuple(chunk for chunk in self.reused if self.num_kept(chunk))
 
     @property
     def num_reused_tokens(self) -> int:
-        """Tokens whose KV is read and not computed."""
+        """Number of tokens whose KV is not recomputed."""
         return self.end - self.start - len(self.recomputed)

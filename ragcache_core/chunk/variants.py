@@ -1,4 +1,4 @@
-"""The stored variants of chunks: one of each context, a bounded number, the least reusable evicted first."""
+"""The cached versions of chunks: one per context, a limited number, evicting the least reusable first."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _MIN_ENTRIES = 64
 
 
 class VariantTable:
-    """The stored variants and their reuse frequencies f_r (Cache-Craft §3.3). It knows numbers; KV lies elsewhere.
+    """The cached versions and their reuse frequencies f_r (Cache-Craft §3.3), without KV.
 
     At most ``max_instances`` variants (the paper's N x M) are kept: many of one chunk, or one each of many chunks.
     ``max_variants`` also bounds those of one chunk, and so the variants that a plan searches. A use of a variant adds
@@ -47,26 +47,26 @@ class VariantTable:
         return variant.number in self._variants.get(variant.key, {})
 
     def variants(self, key: ChunkKey) -> tuple[ChunkVariant, ...]:
-        """Return the variants of a chunk, the oldest first."""
+        """Return the versions of a chunk, the oldest first."""
         return tuple(self._variants.get(key, {}).values())
 
     def captured_in(self, key: ChunkKey, context: ContextKey) -> ChunkVariant | None:
-        """Return the chunk as it was captured in this very context; None if it is not kept."""
+        """Return the version captured in exactly this context; ``None`` if there is none."""
         known = self._variants.get(key, {}).values()
         return next((variant for variant in known if variant.statistics.context == context), None)
 
     def reuse(self, variant: ChunkVariant) -> float:
-        """Return f_r of a variant that is kept."""
+        """Return f_r of a stored version."""
         return self._reuse[variant.number]
 
     def is_full(self, key: ChunkKey) -> bool:
-        """Return whether a variant has to go before another one of ``key`` is added."""
+        """Return whether a version must be evicted before another one of ``key`` is added."""
         return len(self) >= self._max_instances or self._is_crowded(key)
 
     def victim(
         self, key: ChunkKey | None = None, is_evictable: Callable[[ChunkVariant], bool] = lambda _: True
     ) -> ChunkVariant | None:
-        """Return the evictable variant with the lowest f_r, or None if there is none. Nothing is removed.
+        """Return the evictable version with the lowest f_r, without removing it; ``None`` if there is none.
 
         With ``key``, the chunk of a variant to add: one of its own if it has ``max_variants``.
         """
@@ -76,7 +76,7 @@ class VariantTable:
         return self._lowest(is_evictable)
 
     def add(self, key: ChunkKey, num_tokens: int, statistics: ChunkStatistics) -> ChunkVariant:
-        """Return the new variant of a chunk, with f_r 0 and a number that none ever had.
+        """Return the new version of a chunk, with f_r 0 and an unused number.
 
         Raises:
             ValueError: the table is full for that chunk, or has this variant already.
@@ -86,7 +86,7 @@ class VariantTable:
         return variant
 
     def restore(self, variant: ChunkVariant, *, reuse: float) -> None:
-        """Keep a variant that a table kept before, with the f_r it then had.
+        """Restore a version of an earlier table with its f_r.
 
         Raises:
             ValueError: the table is full for its chunk, has this variant already, or its number is another's.
@@ -103,11 +103,11 @@ class VariantTable:
         self._rank(variant, reuse)
 
     def retire(self, number: int) -> None:
-        """Never give a number again: something may still go by it."""
+        """Never use a number again."""
         self._next_number = max(self._next_number, number + 1)
 
     def remove(self, variant: ChunkVariant) -> None:
-        """Forget a variant; one that is not kept is forgotten already."""
+        """Remove a version, if it is stored."""
         if variant in self:
             del self._reuse[variant.number]
             of_chunk = self._variants[variant.key]
@@ -116,7 +116,7 @@ class VariantTable:
                 del self._variants[variant.key]
 
     def record_use(self, variant: ChunkVariant, overhead: float) -> None:
-        """Count a use with that CFO: ``f_r += 1 / CFO``. A variant that is no longer kept is left alone.
+        """Count a use with that CFO: ``f_r += 1 / CFO``. Ignores a version that is not stored.
 
         A use that recomputed nothing counts as if it had been one token: 1 / CFO has no bound there.
         """

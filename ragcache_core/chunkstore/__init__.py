@@ -1,4 +1,4 @@
-"""Chunks of KV on disk: fixed size, found by key, checked at every read, and intact after ``kill -9``.
+"""Chunks of KV on disk: fixed size, by key, checked at every read, and intact after ``kill -9``.
 
 ::
 

@@ -1,4 +1,4 @@
-"""A store behind threads: its user waits for no disk.
+"""A store used by background threads, so that callers do not wait for the disk.
 
 Where writing fails, it rests and is tried again. A disk that does not answer in time is used no more.
 """
@@ -35,24 +35,24 @@ _Kind = Literal["changes", "reads"]
 
 
 class Store(Protocol):
-    """A ``ChunkStore``, or several as one. Changes come from one thread, reads from any."""
+    """A ``ChunkStore``, or several as one. One thread changes it, any may read."""
 
     @property
     def path(self) -> Path:
-        """Where it is."""
+        """Folder of the store."""
         ...
 
     def check_in_place(self) -> None:
-        """Raise CacheTierError if its files are gone."""
+        """Raise CacheTierError if the files are gone."""
         ...
 
     def close(self) -> None:
-        """Close it when the reads in flight are done."""
+        """Close it after the reads in flight."""
         ...
 
 
 class Transfer:
-    """Bytes in flight between the disk and host memory. A waiter that times out abandons them.
+    """Bytes in flight between disk and host memory; a caller that times out abandons them.
 
     From then on that memory is not accessed, because it holds other data.
     """
@@ -66,7 +66,7 @@ class Transfer:
         self._lock = threading.Lock()
 
     def move(self, copy: Callable[[], object]) -> bool:
-        """Copy from or to host memory, and return True; do nothing if it was abandoned."""
+        """Copy from or to host memory, and return ``True``; do nothing if it was abandoned."""
         with self._lock:
             if not self.is_abandoned:
                 copy()
@@ -74,26 +74,26 @@ class Transfer:
             return not self.is_abandoned
 
     def finish(self) -> bool:
-        """End it; False if it was abandoned before."""
+        """End it; ``False`` if it was abandoned before."""
         with self._lock:
             self.is_finished = not self.is_abandoned
             return self.is_finished
 
     def abandon(self) -> bool:
-        """Abandon it; False if it ended before."""
+        """Abandon it; ``False`` if it has ended before."""
         with self._lock:
             self.is_abandoned = not self.is_finished
             return self.is_abandoned
 
 
 class Scratch:
-    """Page-aligned memory that a reader keeps: to take fresh memory for each read costs more than to copy out of it."""
+    """Page-aligned memory that a reader reuses, as new memory for each read costs more than a copy."""
 
     def __init__(self) -> None:
         self._memory = np.empty((1, 0), dtype=np.uint8)
 
     def rows(self, num_rows: int, num_bytes: int) -> np.ndarray:
-        """Return ``[num_rows, num_bytes]`` bytes, the same ones every time."""
+        """Return ``[num_rows, num_bytes]`` bytes, the same memory every time."""
         needed = num_rows * num_bytes
         if needed > self._memory.size:
             self._memory = aligned_rows(1, needed)
@@ -101,7 +101,7 @@ class Scratch:
 
 
 class ReadRate:
-    """How fast readers read together: a running average over the time in which any of them does."""
+    """Read bandwidth of all readers: a running average over the time in which any of them reads."""
 
     def __init__(self) -> None:
         self._num_reading = 0
@@ -110,7 +110,7 @@ class ReadRate:
         self._lock = threading.Lock()
 
     def begin(self, now_s: float) -> None:
-        """Count a reader that begins."""
+        """Count a starting reader."""
         with self._lock:
             if not self._num_reading:
                 self._since_s = now_s
@@ -125,14 +125,14 @@ class ReadRate:
             self._since_s = now_s
 
     def bytes_per_s(self, now_s: float) -> float | None:
-        """Return the average; None after a minute without reads, to have it measured again."""
+        """Return the average; ``None`` after a minute without reads, so that it is measured again."""
         with self._lock:
             is_recent = self._num_reading > 0 or now_s - self._since_s < _RATE_LASTS_S
             return self._num_bytes / self._seconds if self._seconds and is_recent else None
 
 
 class Breaker:
-    """Makes a failing store rest: for 5 s at first, twice as long after each further failure, up to a minute.
+    """Pauses a failing store: for 5 s, doubled after each further failure, up to a minute.
 
     The first failure is logged, and the first success after it. ``num_failures`` counts all failures.
     """
@@ -145,7 +145,7 @@ class Breaker:
         describe: Callable[[Exception], str] = str,
         now_s: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Begin without a rest.
+        """Start without a pause.
 
         Args:
             what: can fail, for messages, as in "the store could not be " ``read``.
@@ -162,11 +162,11 @@ class Breaker:
 
     @property
     def is_resting(self) -> bool:
-        """Whether the store rests now."""
+        """Whether the store is paused."""
         return self._now_s() < self._until_s
 
     def fail(self, error: Exception) -> None:
-        """Count a failure, and make the store rest."""
+        """Count a failure, and pause the store."""
         with self._lock:
             self.num_failures += 1
             is_first = not self._rest_s
@@ -180,7 +180,7 @@ class Breaker:
             )  # fmt: skip
 
     def succeed(self) -> None:
-        """End the rest: the store works."""
+        """End the pause, as the store works."""
         if not self._rest_s:
             return
         with self._lock:
@@ -197,7 +197,7 @@ class _Change:
 
 
 class AsyncStore:
-    """Owns a store and its threads: one makes the changes in their order, others read and overtake them.
+    """Owns a store and its threads: one makes changes in order, others read and may overtake them.
 
     After a failed write, as on a full disk, its chunks are lost and writing rests for a while; reading goes on. The
     store is out of service after another failed change, if files are missing, or after a read of more than 20 s or a
@@ -209,7 +209,7 @@ class AsyncStore:
     """
 
     def __init__(self, store: Store, what: str, *, num_readers: int, comes_back: bool = False) -> None:
-        """Begin.
+        """Start the threads.
 
         Args:
             store: the store.
@@ -249,7 +249,7 @@ class AsyncStore:
         is_forced: bool = False,
         is_write: bool = False,
     ) -> None:
-        """Have a thread change the store, and then call ``ended`` with what went wrong.
+        """Queue a change of the store; ``ended`` is called with its error or ``None``.
 
         One that ``is_forced`` is tried out of service as well. One that ``is_write`` stores something: it fails at once
         while writing rests, which ends when ``make`` returns anything but False.
@@ -258,7 +258,7 @@ class AsyncStore:
         self._changes.put(_Change(make, ended, is_forced, is_write))
 
     def read(self, transfer: Transfer, fetch: Callable[[Scratch], int]) -> None:
-        """Have a thread read for a transfer.
+        """Queue a read for a transfer.
 
         ``fetch`` finishes the transfer and returns how many bytes it has read; an error in it abandons the transfer.
         """
@@ -266,15 +266,15 @@ class AsyncStore:
         self._reads.put((transfer, fetch))
 
     def record_progress(self) -> None:
-        """Record that a further part of a running change begins."""
+        """Record that the next part of a running change begins."""
         self._changing_since_s = time.monotonic()
 
     def read_bytes_per_s(self) -> float | None:
-        """Return how fast all readers together have read lately; None where that is not known."""
+        """Return the recent bandwidth of all readers; ``None`` if unknown."""
         return self._rate.bytes_per_s(time.monotonic())
 
     def why_down(self) -> str | None:
-        """Return why the store is out of service, as one is that does not answer in time; None while it serves."""
+        """Return why the store is out of service, such as a time-out; ``None`` if it works."""
         now_s, changing_since_s = time.monotonic(), self._changing_since_s
         with self._is_done:
             begun_s = [each.progressed_s for each in self._reading]
@@ -285,7 +285,7 @@ class AsyncStore:
         return self._failure
 
     def take_down(self, why: str, *, comes_back: bool | None = None) -> None:
-        """Take the store out of service, and log it at once; ``comes_back`` as for the store unless it is given."""
+        """Take the store out of service, and log it; ``comes_back`` overrides the store's setting."""
         with self._is_done:
             is_first = self._failure is None
             self._failure = self._failure or why
@@ -295,7 +295,7 @@ class AsyncStore:
             logger.error("RC-TIER-OFF: %s is out of service %s: %s", self._what, until, why)
 
     def on_write_error(self, error: CacheWriteError) -> None:
-        """Let writing rest; take the store out of service where its files are gone."""
+        """Pause writing; take the store out of service if its files are gone."""
         try:
             self._store.check_in_place()
         except CacheTierError as gone:
@@ -304,15 +304,15 @@ class AsyncStore:
             self.writes.fail(error)
 
     def finish_reads(self, timeout_s: float) -> bool:
-        """Wait until what was asked for is read; return whether it is in time."""
+        """Wait for the queued reads; return whether they end in time."""
         return self._wait_for("reads", timeout_s)
 
     def finish_changes(self, timeout_s: float) -> bool:
-        """Wait until what was asked for is changed; return whether it is in time."""
+        """Wait for the queued changes; return whether they end in time."""
         return self._wait_for("changes", timeout_s)
 
     def close(self, ends_s: float | None = None) -> bool:
-        """End the threads after the changes that they were asked for, and close the store; return whether they ended.
+        """End the threads after the queued changes, and close the store; return whether they ended.
 
         Idempotent. A disk that has not answered by ``ends_s``, or in 30 s, is left as it is: what was written is found
         again, as after a crash.
@@ -359,7 +359,7 @@ class AsyncStore:
         self._store.close()
 
     def _make(self, change: _Change) -> Exception | None:
-        """Make a change, and return what went wrong."""
+        """Make a change, and return its error."""
         if self._failure is not None and not change.is_forced:
             return CacheTierError(self._failure)
         if change.is_write and self.writes.is_resting:
@@ -380,7 +380,7 @@ class AsyncStore:
         return None
 
     def _next_change(self) -> _Change | None:
-        """Wait for something to change; meanwhile look now and then whether the store is still there."""
+        """Wait for a change; check now and then whether the store still exists."""
         while self._failure is None:
             try:
                 return self._changes.get(timeout=_HEALTH_CHECK_INTERVAL_S)
@@ -408,7 +408,7 @@ class AsyncStore:
         num_bytes = 0
         try:
             num_bytes = fetch(scratch)
-        except Exception:  # whatever it is, what was to be read is a miss
+        except Exception:  # any error makes the read a miss
             logger.warning("RC-DISK-UNREADABLE: %s cannot be read: a miss", self._store.path, exc_info=True)
             transfer.abandon()
         finally:

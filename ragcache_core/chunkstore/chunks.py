@@ -1,4 +1,4 @@
-"""A chunk: its key, its bytes, and what the caller notes about it."""
+"""A chunk: its key, its bytes, and its metadata."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _OWNED = "\x1d"
 
 @dataclass(frozen=True, slots=True)
 class ChunkNote:
-    """Data of a chunk that the store keeps for the caller, from which it rebuilds its tree.
+    """Metadata of a chunk, from which the caller rebuilds its tree.
 
     Raises:
         ValueError: a value that could not be read back as it is.
@@ -34,7 +34,7 @@ class ChunkNote:
     frequency: float = 0.0
     cost: float = 0.0
     stored_s: float = 0.0
-    """When what it holds was computed, in seconds since 1970."""
+    """Time of computation, in seconds since 1970."""
     is_private: bool = False
     """Whether only requests with its salt may know that it is here."""
 
@@ -54,7 +54,7 @@ class ChunkNote:
 
 @dataclass(frozen=True, slots=True)
 class ChunkWrite:
-    """A chunk to be written. ``payload`` is any contiguous buffer of the store's ``chunk_bytes``."""
+    """A chunk to write. ``payload`` is a contiguous buffer of the store's ``chunk_bytes``."""
 
     key: bytes
     payload: Buffer
@@ -62,7 +62,7 @@ class ChunkWrite:
 
 
 class ChunkEntry(NamedTuple):
-    """A chunk of the store, without its bytes."""
+    """A chunk of the store without its bytes."""
 
     key: bytes
     parent: bytes | None
@@ -76,7 +76,7 @@ class ChunkEntry(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ChunkStoreStats:
-    """What a store holds, and what has happened to it since it was opened."""
+    """Statistics of a store since it was opened."""
 
     num_chunks: int
     num_slots: int
@@ -87,13 +87,13 @@ class ChunkStoreStats:
     """Chunks of the index that the data file turned out to be too short for."""
     num_read_errors: int
     num_resets: int
-    """1 when the store was found damaged as a whole and started empty."""
+    """1 if the store was damaged as a whole and started empty."""
     num_over_capacity: int
     """Chunks that were dropped because the store was opened with less capacity than before."""
 
 
 def text_of_names(doc_id: str | None, other_ids: Collection[str]) -> str | None:
-    """Return what is noted of several documents that a chunk is, as many of them as there is room for."""
+    """Return the metadata text of a chunk's documents, as many as fit."""
     if not other_ids and not (doc_id or "").startswith((_SEVERAL, _OWNED)):
         return doc_id
     names = [doc_id, *sorted(other_ids)]
@@ -117,7 +117,7 @@ def names_of_text(text: str | None) -> tuple[str | None, frozenset[str]]:
 
 
 def text_with_owner(owner: str | None, names: str | None) -> str | None:
-    """Return what is noted of a tenant's chunk beside its names, which are left out where there is no room for both."""
+    """Return the metadata text of a tenant's chunk; its documents are left out if both do not fit."""
     if owner is None:
         return names
     text = f"{_OWNED}{owner}{_OWNED}{names or ''}"
@@ -133,13 +133,13 @@ def owner_of_text(text: str | None) -> tuple[str | None, str | None]:
 
 
 def check_key(key: object) -> None:
-    """Raise ValueError unless ``key`` can be the key of a chunk."""
+    """Raise ValueError for an invalid key."""
     if not isinstance(key, bytes) or not 1 <= len(key) <= MAX_KEY_BYTES:
         raise ValueError(f"{key!r:.80} cannot be the key of a chunk: use 1 to {MAX_KEY_BYTES} bytes")
 
 
 def check_worth(frequency: float, cost: float) -> None:
-    """Raise ValueError unless both are finite numbers."""
+    """Raise ValueError unless both are finite."""
     if not (math.isfinite(frequency) and math.isfinite(cost)):
         raise ValueError(f"frequency {frequency!r} and cost {cost!r} must be finite numbers")
 
@@ -161,12 +161,12 @@ def contiguous(buffer: Buffer, num_bytes: int, *, writable: bool = False) -> mem
 
 
 def checksum(key: bytes, payload: memoryview) -> int:
-    """Return the XXH3 of payload and key as a signed 64-bit integer: the right bytes of another key do not match."""
+    """Return the XXH3 of payload and key as a signed 64-bit integer, so that another key's bytes do not match."""
     return xxhash.xxh3_64_intdigest(payload, xxhash.xxh3_64_intdigest(key)) - _INT64
 
 
 def place_checksum(key: bytes, parent: bytes | None, doc_id: bytes | None, position: int) -> int:
-    """Return the XXH3 of what is noted about a chunk's place as a signed 64-bit integer.
+    """Return the XXH3 of a chunk's placement metadata as a signed 64-bit integer.
 
     A tree that grew with a chunk in two places would not know which of them goes.
     """

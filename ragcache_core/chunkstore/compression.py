@@ -1,4 +1,4 @@
-"""Lossless compression of chunks: their numbers shuffled, then LZ4 or ZSTD, by Blosc2.
+"""Lossless compression of chunks: shuffled numbers, then LZ4 or ZSTD, by Blosc2.
 
 The numbers of a chunk differ least in their sign and exponent. A shuffle places these bits next to each other. On bf16
 KV of the 12-layer demo model, in GB per second of processor time for chunks of 192 KiB:
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 logger = logger_of(__name__)
 
 CODEC = "blosc2"
-"""What a record of a packed chunk names as its codec."""
+"""Name of the codec in the record of a compressed chunk."""
 HINT = "pip install 'ragcache[compression]'"
 MOST_CHUNKS_PER_SLOT = 2
 """A tier of compressed chunks holds at most this many times the chunks that fit uncompressed."""
@@ -49,7 +49,7 @@ _ITEM_BYTES = (1, 2, 4)
 
 
 class Packing(NamedTuple):
-    """How chunks are packed. ``item_bytes`` are those of a number."""
+    """A compression method. ``item_bytes`` is the size of a number."""
 
     name: str
     item_bytes: int
@@ -57,7 +57,7 @@ class Packing(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PackingSpeed:
-    """What a method does to a sample: the share of the bytes that is kept, and bytes per second of a core."""
+    """The effect of a method on a sample: share of bytes kept, and bytes per second of a core."""
 
     method: Packing
     share: float
@@ -65,17 +65,17 @@ class PackingSpeed:
     unpack_bytes_per_s: float
 
     def load_s(self, link_bytes_per_s: float, num_cores: int) -> float:
-        """Return the seconds that a byte takes over a link and through ``num_cores`` cores."""
+        """Return the seconds per byte for a link and ``num_cores`` cores."""
         return self.share / link_bytes_per_s + 1.0 / (self.unpack_bytes_per_s * num_cores)
 
 
 def is_installed() -> bool:
-    """Return whether chunks can be packed and unpacked here."""
+    """Return whether compression is available."""
     return find_spec("blosc2") is not None
 
 
 def pack(method: Packing, payload: Buffer) -> memoryview:
-    """Return the frame of a chunk."""
+    """Return the compressed frame of a chunk."""
     library, codecs = _library()
     codec, shuffle = codecs[method.name]
     packed = library.compress2(
@@ -85,7 +85,7 @@ def pack(method: Packing, payload: Buffer) -> memoryview:
 
 
 def unpack(packed: Buffer, target: memoryview) -> bool:
-    """Unpack a frame into ``target`` and return True; False if it is no frame of a chunk of this size."""
+    """Decompress a frame into ``target`` and return ``True``; ``False`` if it is not a frame of this size."""
     library, _ = _library()
     try:
         num_bytes, num_packed, _ = library.get_cbuffer_sizes(packed)
@@ -98,7 +98,7 @@ def unpack(packed: Buffer, target: memoryview) -> bool:
 
 
 def choose(speeds: Sequence[PackingSpeed], link_bytes_per_s: float, num_cores: int) -> PackingSpeed | None:
-    """Return the method that keeps the fewest bytes, of those that are not too slow for a tier.
+    """Return the method with the fewest bytes that is fast enough for a tier.
 
     A load with it takes at most 1.5 times as long as without: the tier holds more for that. Return None where no
     method keeps at most 95 % of the bytes in that time.
@@ -109,7 +109,7 @@ def choose(speeds: Sequence[PackingSpeed], link_bytes_per_s: float, num_cores: i
 
 
 def measure(names: Sequence[str], sample: Sequence[memoryview]) -> list[PackingSpeed]:
-    """Return for each name how it packs a sample, by the number size that keeps the fewest bytes."""
+    """Return the effect of each method on a sample, with its best number size."""
     return [
         min((_measure(Packing(name, size), sample) for size in _ITEM_BYTES), key=lambda speed: speed.share)
         for name in names
@@ -117,7 +117,7 @@ def measure(names: Sequence[str], sample: Sequence[memoryview]) -> list[PackingS
 
 
 class Compression:
-    """Packs the chunks of one tier, by a method that it chooses when the first ones come.
+    """Compresses the chunks of one tier, by a method chosen at the first ones.
 
     One thread at a time may call :meth:`pack` and :meth:`record_write`.
 
@@ -126,7 +126,7 @@ class Compression:
     """
 
     def __init__(self, setting: CompressionName, what: str, *, num_readers: int = 1) -> None:
-        """Begin.
+        """Start without a method.
 
         Args:
             setting: ``CacheConfig.compression``.
@@ -156,17 +156,17 @@ class Compression:
         self._written_bytes = self._write_s = 0.0
 
     def stop(self, why: str) -> None:
-        """Store the chunks of this tier uncompressed from now on."""
+        """Store this tier's chunks uncompressed from now on."""
         logger.info("%s stores KV uncompressed: %s", self._what, why)
         self.is_on, self._method, self._is_decided = False, None, True
 
     def record_write(self, num_bytes: int, seconds: float) -> None:
-        """Record how long a write took, by which ``auto`` knows the speed of the tier."""
+        """Record the duration of a write, from which ``auto`` estimates the tier's speed."""
         self._written_bytes += num_bytes
         self._write_s += seconds
 
     def pack(self, payloads: Sequence[memoryview]) -> list[memoryview]:
-        """Return what to store of chunks: frames, or the chunks themselves where that saves too little."""
+        """Return the stored form of chunks: frames, or the chunks if compression saves too little."""
         if not self._is_decided and payloads:
             self._decide(payloads)
         method = self._method
@@ -179,7 +179,7 @@ class Compression:
         ]
 
     def _decide(self, payloads: Sequence[memoryview]) -> None:
-        """Choose the method; ``auto`` does so when enough was written to know the speed of the tier."""
+        """Choose the method; ``auto`` does so after enough writes."""
         if self._is_auto and (self._written_bytes < _LINK_BYTES or not self._write_s):
             return
         self._is_decided = True
@@ -198,14 +198,14 @@ class Compression:
 
 
 class FrameBuffers:
-    """Memory for the frames that a thread reads, until they are unpacked. Each thread keeps its own."""
+    """A thread's memory for frames until they are decompressed."""
 
     def __init__(self, chunk_bytes: int) -> None:
         self._chunk_bytes = chunk_bytes
         self._own = threading.local()
 
     def records(self, lengths: Sequence[int], targets: Sequence[memoryview]) -> list[memoryview]:
-        """Return where to read records of these lengths: chunks into their targets, frames into this memory."""
+        """Return read targets for records of these lengths: chunks directly, frames into this memory."""
         memory: bytearray = getattr(self._own, "memory", bytearray())
         num_bytes = sum(length for length in lengths if length < self._chunk_bytes)
         if len(memory) < num_bytes:
@@ -218,7 +218,7 @@ class FrameBuffers:
         return records
 
     def unpack(self, record: memoryview, target: memoryview) -> bool:
-        """Return whether ``target`` has the chunk of a record; a frame is unpacked into it."""
+        """Return whether ``target`` has the chunk of a record, after decompressing a frame into it."""
         return len(record) == self._chunk_bytes or unpack(record, target)
 
 
@@ -231,7 +231,7 @@ def _measure(method: Packing, sample: Sequence[memoryview]) -> PackingSpeed:
 
 
 def _timed(call: Callable[[], list[Any]]) -> tuple[list[Any], float]:
-    """Return a result, and the seconds of a core that it took."""
+    """Return a result, and its CPU seconds."""
     begun_s = time.thread_time()
     result = call()
     return result, max(time.thread_time() - begun_s, 1e-9)
@@ -239,7 +239,7 @@ def _timed(call: Callable[[], list[Any]]) -> tuple[list[Any], float]:
 
 @cache
 def _library() -> tuple[Any, dict[str, tuple[Any, Any]]]:
-    """Return Blosc2, imported when it is first used: it takes a second, and some 70 MB."""
+    """Return Blosc2, imported at first use: a second, and some 70 MB."""
     import blosc2
 
     return blosc2, {

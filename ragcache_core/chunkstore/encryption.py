@@ -1,4 +1,4 @@
-"""Encrypted slots: each chunk is encrypted and authenticated with AES-256-GCM, and unreadable without the key.
+"""Encrypted slots: each chunk is sealed with AES-256-GCM, and unreadable without the key.
 
 A slot holds ciphertext, as long as what is stored of the chunk. Beside the file of slots lies one of headers, 32 bytes
 for each slot::
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 KEY_ENV = "RAGCACHE_DISK_KEY"
-"""The environment variable that holds what a key file would."""
+"""Environment variable with the content of a key file."""
 KEY_BYTES = 32
 _ID_BYTES, _NONCE_BYTES, _TAG_BYTES = 4, 12, 16
 _HEADER_BYTES = _ID_BYTES + _NONCE_BYTES + _TAG_BYTES
@@ -47,13 +47,13 @@ _HINT = "give a line of 32 random bytes in base64, as openssl rand -base64 32 wr
 
 @dataclass(frozen=True, slots=False, repr=False)
 class Keys:
-    """The key that encrypts, first, and those that only decrypt older chunks."""
+    """The sealing key, first, and keys that only decrypt earlier chunks."""
 
     secrets: tuple[bytes, ...]
 
     @classmethod
     def parse(cls, text: str, source: str) -> Keys:
-        """Return the keys of a text with one on each line; empty lines and such that begin with ``#`` are passed over.
+        """Return the keys of a text with one per line, skipping empty lines and comments (``#``).
 
         Raises:
             ConfigError: there is none, or one is not 32 bytes in base64. The message holds no part of a key.
@@ -76,7 +76,7 @@ class Keys:
 
     @cached_property
     def ciphers(self) -> Mapping[bytes, AESGCM]:
-        """The ciphers that decrypt slots, by the id of the key; the first one encrypts."""
+        """The ciphers by key id; the first seals."""
         from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
         return {key_id(secret): AESGCM(secret) for secret in self.secrets}
@@ -87,24 +87,24 @@ class Keys:
 
     @property
     def encryption_key_id(self) -> str:
-        """The name of the key that encrypts, which reveals nothing of it."""
+        """Id of the sealing key, which reveals nothing of it."""
         return key_id(self.secrets[0]).hex()
 
     def name_of(self, name: bytes) -> bytes:
-        """Return 32 bytes that replace a name, and that cannot be derived from it without the key.
+        """Return 32 bytes that replace a name, and cannot be derived from it without the key.
 
         They come from the last key: an engine with a new key before it hits objects of engines without the new key.
         """
         return hmac.digest(self.secrets[-1], b"ragcache object name" + name, "sha256")
 
     def encrypt(self, plain: bytes, owner: bytes) -> bytes:
-        """Return encrypted bytes, authenticated with their ``owner``, after their header."""
+        """Return encrypted bytes, authenticated with their ``owner``, after a header."""
         secret = self.secrets[0]
         nonce = secrets.token_bytes(_NONCE_BYTES)
         return key_id(secret) + nonce + _object_cipher(secret, owner).encrypt(nonce, plain, owner)
 
     def decrypt(self, encrypted: bytes | memoryview, owner: bytes) -> bytes | None:
-        """Undo :meth:`encrypt`; None if the bytes are changed, another's, or of a key that is not here."""
+        """Undo :meth:`encrypt`; ``None`` if modified, of another owner, or of an unknown key."""
         from cryptography.exceptions import InvalidTag
 
         view = memoryview(encrypted)
@@ -130,7 +130,7 @@ def _object_cipher(secret: bytes, owner: bytes) -> AESGCM:
 
 
 def load_keys(path: Path | None) -> Keys | None:
-    """Return the keys of a file, or without one of the environment; None where neither is given.
+    """Return the keys of a file, or of the environment; ``None`` without either.
 
     Raises:
         ConfigError: it cannot be read, every user of this machine can read it, or it holds something else.
@@ -155,10 +155,10 @@ def load_keys(path: Path | None) -> Keys | None:
 
 
 class EncryptedSlotFile:
-    """A :class:`~ragcache_core.chunkstore.slotfile.SlotFile` with encrypted slots; the caller sees plain chunks."""
+    """A :class:`~ragcache_core.chunkstore.slotfile.SlotFile` with sealed slots and plain chunks for the caller."""
 
     def __init__(self, path: Path, chunk_bytes: int, keys: Keys, *, direct: bool | None = None) -> None:
-        """Open or make the file, and that of the headers beside it.
+        """Open or create the file, and its file of seals.
 
         Raises:
             OSError
@@ -179,7 +179,7 @@ class EncryptedSlotFile:
 
     @property
     def num_slots(self) -> int:
-        """Whole slots in the file."""
+        """Number of whole slots in the file."""
         return self._slots.num_slots
 
     def write(self, slots: Sequence[int], payloads: Sequence[memoryview]) -> None:
@@ -203,7 +203,7 @@ class EncryptedSlotFile:
         self._slots.write(slots, [view[: len(payload)] for view, payload in zip(views, payloads, strict=True)])
 
     def read(self, slots: Sequence[int], targets: Sequence[memoryview]) -> None:
-        """Fill targets with what is in the slots, those whose slot cannot be decrypted with zeros.
+        """Read slots into targets; slots that cannot be decrypted become zeros.
 
         Raises:
             OSError
@@ -239,11 +239,11 @@ class EncryptedSlotFile:
         return True
 
     def can_free(self) -> bool:
-        """Return whether the file system takes space back. See :meth:`SlotFile.can_free`."""
+        """Return whether the file system can free space. See :meth:`SlotFile.can_free`."""
         return self._slots.can_free()
 
     def free(self, slots: Iterable[int]) -> None:
-        """Give the space of slots back.
+        """Free the space of slots.
 
         Raises:
             OSError: some may still take space.
@@ -252,7 +252,7 @@ class EncryptedSlotFile:
 
     @property
     def used_bytes(self) -> int:
-        """What the slots take on the disk, without the headers."""
+        """Bytes of the slots on disk, without seals."""
         return self._slots.used_bytes
 
     def aligned_buffers(self, num_chunks: int) -> tuple[memoryview, list[memoryview]]:
@@ -260,7 +260,7 @@ class EncryptedSlotFile:
         return self._slots.aligned_buffers(num_chunks)
 
     def erase(self, slots: Sequence[int], on_part: Callable[[], object] = lambda: None) -> None:
-        """Leave nothing in slots, nor of what opens them. See :meth:`SlotFile.erase`.
+        """Overwrite slots and their seals. See :meth:`SlotFile.erase`.
 
         Raises:
             OSError: any of them may still hold what it held.
@@ -271,7 +271,7 @@ class EncryptedSlotFile:
         self._slots.erase(slots, on_part)
 
     def truncate(self, num_slots: int) -> None:
-        """Cut the files after that many slots, unless they are shorter.
+        """Cut the files after that many slots.
 
         Raises:
             OSError
@@ -281,6 +281,6 @@ class EncryptedSlotFile:
             self._headers.truncate(num_slots * _HEADER_BYTES)
 
     def close(self) -> None:
-        """Close the files. Nothing may be using them."""
+        """Close the files, which must not be in use."""
         self._slots.close()
         self._headers.close()

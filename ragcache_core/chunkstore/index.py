@@ -1,4 +1,4 @@
-"""Which slot holds which chunk, in SQLite.
+"""The index of chunks in SQLite: which slot has which chunk.
 
 The slot is the primary key: a batch in neighbouring slots changes neighbouring rows (a commit of 32 rows into a million
 took 0.07 ms, and 0.8 ms with the keys, which are hashes, as the primary key), and two chunks cannot claim one slot.
@@ -48,20 +48,20 @@ _SOUND_TYPES = {
 
 
 class IndexDamagedError(Exception):
-    """The file is not an index, or no longer, or not of this store: nothing in it can be relied on.
+    """The file is no valid index of this store.
 
     Or it could not be read at the moment: see :func:`read_through`.
     """
 
 
 class ChunkIndex:
-    """The table of chunks. Not thread-safe: the store has a lock around it.
+    """The table of chunks. Not thread-safe; the store has a lock.
 
     Changes are atomic: when one raises ``CacheWriteError``, nothing was changed.
     """
 
     def __init__(self, path: Path, owner: str, chunk_bytes: int) -> None:
-        """Open the index, or make one. One from before records had a format gets it: at once, whatever its size.
+        """Open or create the index. An index without a format gets one at once.
 
         Args:
             path: its file.
@@ -155,7 +155,7 @@ class ChunkIndex:
         return int(number)
 
     def entries(self) -> Iterator[list[tuple[int, bytes, ChunkEntry | None]]]:
-        """Yield slot, key and chunk in lists, by position, as they are when the first list is taken.
+        """Yield lists of (slot, key, chunk) by position, as of the first list.
 
         None stands for a chunk about which impossible values are noted, or another place than was written.
 
@@ -196,7 +196,7 @@ class ChunkIndex:
             connection.executemany(_DELETE, ((slot,) for slot in slots))
 
     def discard(self, slots: Iterable[int]) -> None:
-        """Remove the chunks of those slots, which are of no use: now, or if that fails, with the next change."""
+        """Remove the useless chunks of those slots, now or with the next change."""
         self._discarded.update(slots)
         if not self._discarded:
             return
@@ -204,12 +204,12 @@ class ChunkIndex:
             self.delete(())
 
     def clear(self) -> None:
-        """Remove every chunk: now, or if that raises, with the next change."""
+        """Remove every chunk, now or with the next change."""
         self._is_void = True
         self.delete(())
 
     def scrub(self) -> None:
-        """Leave nothing in the files of what was removed: neither in the log nor in what SQLite has room for.
+        """Overwrite removed rows in the files, including the log.
 
         Raises:
             CacheWriteError: something may be left.
@@ -238,12 +238,12 @@ class ChunkIndex:
             self.delete(())
 
     def move(self, slots: Iterable[tuple[int, int]]) -> None:
-        """Say that chunks are in other slots now: new slot, old slot."""
+        """Record chunks' moves to other slots: new slot, old slot."""
         with self._changing() as connection:
             connection.executemany("UPDATE chunks SET slot = ? WHERE slot = ?", slots)
 
     def deepest(self, num_chunks: int) -> list[int]:
-        """Return the slots of the chunks to evict first: the last by position, of those the least valuable.
+        """Return the slots of the chunks to evict first: the last by position, then the least valuable.
 
         Raises:
             IndexDamagedError. CacheTierError: it cannot be read at the moment.
@@ -288,7 +288,7 @@ class ChunkIndex:
 
 
 def _rename(connection: sqlite3.Connection, slot: int, name: str | None) -> None:
-    """Set the document of a row, unless the row is damaged: then its checksum must go on telling so."""
+    """Set the document of a row, unless the row is damaged, whose checksum must not become valid."""
     found = connection.execute(
         "SELECT key, parent, doc_id, position, place_checksum FROM chunks WHERE slot = ?", (slot,)
     ).fetchone()
@@ -301,7 +301,7 @@ def _rename(connection: sqlite3.Connection, slot: int, name: str | None) -> None
 
 
 def remove_index(path: Path) -> None:
-    """Remove an index and what SQLite keeps beside it.
+    """Remove an index with SQLite's other files.
 
     Raises:
         OSError
@@ -311,7 +311,7 @@ def remove_index(path: Path) -> None:
 
 
 def read_through(path: Path) -> None:
-    """Read all of an index that is not open, and its log.
+    """Read all of a closed index and its log.
 
     SQLite calls damaged what it cannot read, too: its check says so in words, and some queries with that very code.
 
@@ -330,13 +330,13 @@ def read_through(path: Path) -> None:
 
 
 def write_error(path: Path, error: Exception) -> CacheWriteError:
-    """Return what to raise when something could not be written."""
+    """Return the error for a failed write."""
     reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
     return CacheWriteError(f"{path} cannot be written ({reason}): see to the space and the health of that disk")
 
 
 def _opening_error(path: Path, error: Exception) -> Exception:
-    """Return what to raise where an index is opened: only what is damaged may be thrown away."""
+    """Return the error for an index that cannot be opened; only a damaged one may be deleted."""
     code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR) & 0xFF
     if code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
         return CacheLockedError(f"{path} is open in another program: close that one")

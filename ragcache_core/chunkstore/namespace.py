@@ -1,4 +1,4 @@
-"""Cache namespaces: a folder for each identity, and the lock of the one engine that uses it."""
+"""Cache namespaces: a folder per identity, locked by its engine."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ FOLDER_NAME = re.compile(r"[0-9a-f]{32}")
 
 @dataclass(frozen=True, slots=True)
 class Namespace:
-    """A folder of chunks. ``identity`` is empty and ``format`` 0 when what the folder says of itself is unreadable."""
+    """A folder of chunks. ``identity`` is empty and ``format`` 0 if its description is unreadable."""
 
     path: Path
     identity: Identity
@@ -57,7 +57,7 @@ class Namespace:
 
 
 def list_namespaces(directory: str | os.PathLike[str]) -> list[Namespace]:
-    """Return the namespaces in a cache directory, the largest first. Reads no chunk, and needs no lock.
+    """Return the namespaces of a cache directory, the largest first, without reading chunks or locking.
 
     Other folders and symbolic links are left out, whatever their names.
     """
@@ -79,9 +79,9 @@ def list_namespaces(directory: str | os.PathLike[str]) -> list[Namespace]:
 
 
 def is_namespace(folder: Path) -> bool:
-    """Return whether a folder is a namespace: it has the marker, or is one from before there were markers.
+    """Return whether a folder is a namespace: it has the marker, or predates markers.
 
-    Those have a readable identity, whose digest is the folder's name, and no file that is not a namespace's.
+    Older ones have a readable identity, whose digest is the folder's name, and no foreign files.
     """
     try:
         return stat.S_ISDIR(folder.lstat().st_mode) and (has_marker(folder) or _is_older(folder))
@@ -90,7 +90,7 @@ def is_namespace(folder: Path) -> bool:
 
 
 def has_marker(folder: Path) -> bool:
-    """Return whether a folder has the marker of a namespace, made for this folder.
+    """Return whether a folder has its own namespace marker.
 
     Raises:
         OSError: it cannot be read.
@@ -106,7 +106,7 @@ def has_marker(folder: Path) -> bool:
 
 
 def mark(folder: Path) -> None:
-    """Write the marker, without which no engine deletes the folder, and leave the folder's age as it is.
+    """Write the marker, without which no engine deletes the folder, and keep the folder's age.
 
     Raises:
         OSError
@@ -148,7 +148,7 @@ def namespace_path(directory: Path, identity: Identity) -> Path:
 
 @contextmanager
 def changing(directory: Path) -> Iterator[None]:
-    """Hold a cache directory's lock while namespaces are entered or deleted: none is deleted while it is entered.
+    """Hold a cache directory's lock while entering or deleting namespaces.
 
     Raises:
         CacheDirectoryError, CacheLockedError
@@ -174,7 +174,7 @@ def changing(directory: Path) -> Iterator[None]:
 
 
 def enter(folder: Path) -> filelock.BaseFileLock:
-    """Make a namespace's folder where it is missing, mark it, and return its lock, held. The system frees it on death.
+    """Create and mark a namespace's folder if missing, and return its held lock, which the OS frees on a crash.
 
     Raises:
         CacheDirectoryError, CacheLockedError
@@ -207,7 +207,7 @@ def enter(folder: Path) -> filelock.BaseFileLock:
 
 
 def is_identity(folder: Path, identity: Identity) -> bool:
-    """Return whether the folder says of itself that it holds chunks of that identity, in a format that is read here.
+    """Return whether the folder has chunks of that identity, in a readable format.
 
     Raises:
         CacheVersionError: a newer RAGCache wrote it. OSError: it cannot be read at the moment.
@@ -222,7 +222,7 @@ def is_identity(folder: Path, identity: Identity) -> bool:
 
 
 def has_older_format(folder: Path) -> bool:
-    """Return whether a folder is in a format that is converted when it is opened.
+    """Return whether a folder has a format that is converted when it is opened.
 
     Raises:
         OSError: it cannot be read at the moment.
@@ -243,7 +243,7 @@ def write_identity(folder: Path, identity: Identity) -> None:
 
 
 def check_key_in_use(folder: Path, keys: Keys) -> None:
-    """Refuse keys among which that is not with which the folder's chunks were encrypted last.
+    """Reject keys without the one that sealed the folder's chunks last.
 
     Raises:
         CacheDirectoryError: it is not. OSError: it cannot be read.
@@ -262,7 +262,7 @@ def check_key_in_use(folder: Path, keys: Keys) -> None:
 
 
 def note_key_in_use(folder: Path, keys: Keys) -> None:
-    """Note which key encrypts the folder's chunks from now on, when nothing else can refuse the folder any more.
+    """Record the key that seals the folder's chunks, after all other checks.
 
     Raises:
         OSError
@@ -275,7 +275,7 @@ def note_key_in_use(folder: Path, keys: Keys) -> None:
 
 
 def check_capacity(folder: Path, capacity_bytes: object, slot_bytes: int) -> int:
-    """Return how many slots the capacity is good for.
+    """Return the number of slots for a capacity.
 
     Raises:
         CacheCapacityError: none, or more than the file system has room for.
@@ -284,8 +284,8 @@ def check_capacity(folder: Path, capacity_bytes: object, slot_bytes: int) -> int
         raise CacheCapacityError(f"capacity_bytes is {capacity_bytes!r}: give a whole number of bytes")
     if capacity_bytes < slot_bytes:
         raise CacheCapacityError(
-            f"capacity_bytes is {capacity_bytes:,} (it comes from disk_bytes), a chunk takes {slot_bytes:,} on disk: "
-            "raise it to at least one chunk, or switch the disk tier off"
+            f"capacity_bytes is {capacity_bytes:,} (set by disk_bytes), and one block takes {slot_bytes:,} on disk: "
+            "raise disk_bytes, or set it to 0 to switch the disk tier off"
         )
     try:
         file_system = os.statvfs(folder)
@@ -297,7 +297,7 @@ def check_capacity(folder: Path, capacity_bytes: object, slot_bytes: int) -> int
         others = [n for n in list_namespaces(folder.parent) if n.path != folder and n.num_bytes]
         caches = "".join(f"; {n.path} holds {n.num_bytes:,} of {names_of(n.identity)}" for n in others[:3])
         raise CacheCapacityError(
-            f"capacity_bytes is {capacity_bytes:,} (it comes from disk_bytes), the file system of {folder.parent} has "
+            f"capacity_bytes is {capacity_bytes:,} (set by disk_bytes), the file system of {folder.parent} has "
             f"{free_bytes:,} free and this cache {used_bytes:,}: lower it to their sum, or delete what is not needed"
             f"{caches}"
         )
@@ -305,7 +305,7 @@ def check_capacity(folder: Path, capacity_bytes: object, slot_bytes: int) -> int
 
 
 def directory_error(directory: Path, error: Exception) -> CacheDirectoryError:
-    """Return what to raise when the directory cannot be used."""
+    """Return the error for an unusable directory."""
     reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
     return CacheDirectoryError(
         f"the cache directory {directory} cannot be used ({reason}): see to that, or name one that this user may "
@@ -314,7 +314,7 @@ def directory_error(directory: Path, error: Exception) -> CacheDirectoryError:
 
 
 def _read_identity(folder: Path) -> tuple[int, dict[str, str | int]]:
-    """Return format and identity, 0 and nothing where the folder does not say or says nonsense; or raise OSError."""
+    """Return format and identity, 0 and empty if missing or invalid; raise OSError on read errors."""
     try:
         content = json.loads((folder / IDENTITY_NAME).read_bytes())
         version, identity = content["format"], content["identity"]
@@ -326,7 +326,7 @@ def _read_identity(folder: Path) -> tuple[int, dict[str, str | int]]:
 
 
 def usage_of(folder: Path) -> tuple[int, float]:
-    """Return the bytes that a folder's files take on disk, and when one was changed last, in seconds since 1970.
+    """Return the bytes of a folder's files on disk, and their last change in seconds since 1970.
 
     Raises:
         OSError
@@ -342,5 +342,5 @@ def usage_of(folder: Path) -> tuple[int, float]:
 
 
 def names_of(identity: Identity) -> str:
-    """Return the identity as text, for a message."""
+    """Return the identity as text for a message."""
     return ", ".join(f"{name} {value!r:.60}" for name, value in identity.items()) or "unknown origin"

@@ -1,4 +1,4 @@
-"""Namespaces that no engine reads any more: of other weights, another vLLM, or from before encryption.
+"""Unused namespaces: of other weights, another vLLM, or from before encryption.
 
 Only namespaces are deleted (:func:`~ragcache_core.chunkstore.namespace.is_namespace`), only their own files, and no
 symbolic link is followed. The marker is the last file to go, so the next call ends a deletion that a crash has
@@ -51,7 +51,7 @@ _OPEN_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 def delete_old(folder: Path, identity: Identity, *, wanted_bytes: int, match_keys: Collection[str]) -> None:
-    """Delete namespaces beside ``folder``, which is ours, that no engine has open; the directory's lock must be held.
+    """Delete unused namespaces beside ``folder``; the caller holds the directory's lock.
 
     All namespaces that were not used for 30 days are deleted. Of the others, the longest unused are deleted until ours
     can have ``wanted_bytes`` of the file system, and only those that agree with ``identity`` in all entries that
@@ -75,7 +75,7 @@ def delete_old(folder: Path, identity: Identity, *, wanted_bytes: int, match_key
 
 
 def delete_unused(directory: str | os.PathLike[str], *, unused_s: float, dry_run: bool = False) -> CollectedFolders:
-    """Delete the namespaces in a directory, and in its engines' and workers' own, that no engine has open.
+    """Delete unused namespaces in a directory, and in its engines' and workers' own.
 
     Only those that were not used for ``unused_s`` seconds; a clock that was set back makes none old. With ``dry_run``
     they are only named, and nothing on the disk changes. A namespace of a newer RAGCache stays.
@@ -104,7 +104,7 @@ def delete_unused(directory: str | os.PathLike[str], *, unused_s: float, dry_run
 
 
 def delete_plaintext(folder: Path) -> None:
-    """Delete what a directory, with its engines' and workers' own, holds unencrypted; its lock must be held.
+    """Delete unencrypted namespaces in a directory, and in its engines' and workers' own; the caller holds its lock.
 
     ``folder`` is the caller's namespace, which is encrypted. What another engine has open, what a newer RAGCache wrote,
     and what cannot be told from another program's folder stays, with a warning that names it.
@@ -127,7 +127,7 @@ def delete_plaintext(folder: Path) -> None:
 
 
 def _why_plaintext_stays(path: Path, namespace: Namespace | None) -> str | None:
-    """Delete a namespace that is not encrypted and return None, or return why it stays and what to do.
+    """Delete an unencrypted namespace and return ``None``, or return why it stays, with a hint.
 
     Raises:
         CacheDirectoryError: it cannot be deleted.
@@ -147,7 +147,7 @@ def _why_plaintext_stays(path: Path, namespace: Namespace | None) -> str | None:
 
 
 def _places(directory: Path, depth: int = 2) -> Iterator[Path]:
-    """Yield a cache directory, and those in it that engines and workers have for themselves; links are not followed."""
+    """Yield a cache directory and the directories of engines and workers in it, without following links."""
     yield directory
     for path in _folders_of(directory, _SUBDIRECTORY_NAME) if depth else ():
         yield from _places(path, depth - 1)
@@ -163,7 +163,7 @@ def _folders_of(directory: Path, name: re.Pattern[str] = FOLDER_NAME) -> list[Pa
 
 
 def _is_plaintext(folder: Path) -> bool:
-    """Return whether a folder holds chunks that are not encrypted; one that is just being made holds none."""
+    """Return whether a folder has unencrypted chunks; a new one has none."""
     try:
         return (folder / DATA_NAME).lstat().st_size > 0 and not os.path.lexists(folder / HEADERS_NAME)
     except OSError:  # there are none, or they are another user's
@@ -181,7 +181,7 @@ def _room_for(folder: Path) -> int:
 
 
 def _try_to_delete(old: Namespace, why: str, *, dry_run: bool = False) -> bool:
-    """Return whether a namespace was deleted, or would be; why it cannot be is logged."""
+    """Return whether a namespace was, or would be, deleted; a failure is logged."""
     try:
         return _delete(old, why, dry_run=dry_run)
     except OSError as error:
@@ -190,7 +190,7 @@ def _try_to_delete(old: Namespace, why: str, *, dry_run: bool = False) -> bool:
 
 
 def _delete(old: Namespace, why: str, *, dry_run: bool = False) -> bool:
-    """Delete a namespace's files, and its folder if nothing else is in it, unless an engine has it open.
+    """Delete a namespace's files, and its folder if empty, unless an engine has it open.
 
     Return whether it was deleted, or would be. What a failure leaves is still a namespace.
 
@@ -230,7 +230,7 @@ def _delete(old: Namespace, why: str, *, dry_run: bool = False) -> bool:
 
 @contextmanager
 def _held(folder: int, *, dry_run: bool) -> Iterator[bool]:
-    """Hold the lock of the namespace that is open as ``folder``; yield whether no engine has it.
+    """Hold the lock of the namespace in ``folder``; yield whether no engine has it.
 
     A trial holds it for reading: that writes nothing, not even the time of a file.
     """

@@ -1,4 +1,4 @@
-"""What a store does when it is opened: load the index, drop what cannot be there, fit into a smaller capacity."""
+"""Open a store: load the index, drop invalid chunks, fit into a smaller capacity."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ragcache_core.log import logger_of
 
 
 class Place(NamedTuple):
-    """Where a chunk is, the checksum of what is stored of it, and how many bytes that is."""
+    """A chunk's slot, checksum, and stored length."""
 
     slot: int
     digest: int
@@ -26,7 +26,7 @@ class Place(NamedTuple):
 
 
 class Residents:
-    """The place of every chunk. ``find`` may run beside one change; changes may not run beside one another.
+    """The place of every chunk. ``find`` may run beside one change; changes run one at a time.
 
     Attributes:
         slots: which are free.
@@ -47,7 +47,7 @@ class Residents:
         return len(self._slot_of)
 
     def find(self, key: bytes) -> Place | None:
-        """Return the place of a chunk. Beside a change it may be the checksum or length of the slot's next chunk."""
+        """Return the place of a chunk; during a change, checksum or length may be the slot's next chunk's."""
         slot = self._slot_of.get(key)
         return None if slot is None else Place(slot, self._checksums[slot], self._lengths[slot])
 
@@ -56,12 +56,12 @@ class Residents:
         return self._slot_of.get(key)
 
     def admit(self, key: bytes, slot: int, digest: int, length: int) -> None:
-        """Take the slot, which is free, and let the chunk be found."""
+        """Take a free slot, and make its chunk available."""
         self.slots.occupy(slot)
         self.publish(key, slot, digest, length)
 
     def publish(self, key: bytes, slot: int, digest: int, length: int) -> None:
-        """Let a chunk be found whose slot is taken already."""
+        """Make the chunk of a taken slot available."""
         for column in (self._checksums, self._lengths):
             if slot >= len(column):
                 column.frombytes(bytes(8 * (slot + 1 + slot // 8 - len(column))))
@@ -70,14 +70,14 @@ class Residents:
         self._slot_of[key] = slot  # last: a reader must find the checksum there
 
     def forget(self, keys: Sequence[bytes]) -> list[int]:
-        """Let chunks be found no longer, free their slots, and return these."""
+        """Remove chunks, free their slots, and return the slots."""
         slots = [self._slot_of.pop(key) for key in keys]
         self.used_bytes -= sum(page_aligned(self._lengths[slot]) for slot in slots)
         self.slots.release(slots)
         return slots
 
     def clear(self) -> None:
-        """Forget every chunk."""
+        """Remove every chunk."""
         self.forget(list(self._slot_of))
 
 
@@ -93,7 +93,7 @@ _Row = tuple[int, bytes, int, int]
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """The chunks of an index, and how many were dropped on the way."""
+    """The chunks of an index, and the number of dropped ones."""
 
     residents: Residents
     num_missing: int
@@ -103,7 +103,7 @@ class Loaded:
 
 
 def open_index(folder: Path, file: _Slots, num_slots: int, capacity_bytes: int) -> tuple[ChunkIndex, Loaded]:
-    """Return the index of a folder, and its chunks that are in the file, in the first ``num_slots`` slots.
+    """Return the index of a folder, and its chunks within the first ``num_slots`` slots of the file.
 
     They take at most ``capacity_bytes``.
 
@@ -125,7 +125,7 @@ def open_index(folder: Path, file: _Slots, num_slots: int, capacity_bytes: int) 
 
 
 def start_empty(folder: Path, reason: str) -> bool:
-    """Remove the index of a folder, and return whether there was one.
+    """Remove the index of a folder; return whether there was one.
 
     Raises:
         OSError
@@ -169,7 +169,7 @@ def _load(index: ChunkIndex, file: _Slots, num_slots: int, capacity_bytes: int) 
 
 
 def _num_over(residents: Residents, strays: Sequence[_Row], num_slots: int, capacity_bytes: int) -> int:
-    """Return how many chunks have to leave at least, by the mean of what a chunk takes."""
+    """Return the minimum number of chunks to evict, by the mean chunk size."""
     num_chunks = len(residents) + len(strays)
     used_bytes = residents.used_bytes + sum(page_aligned(length) for *_, length in strays)
     over_bytes = used_bytes - capacity_bytes
@@ -178,7 +178,7 @@ def _num_over(residents: Residents, strays: Sequence[_Row], num_slots: int, capa
 
 
 def _read(index: ChunkIndex, file_slots: int, num_slots: int) -> tuple[Residents, list[_Row], list[int]]:
-    """Return the chunks in the first slots, those beyond them, and the slots of rows that cannot be right."""
+    """Return the chunks in the first slots, those beyond, and the slots of invalid rows."""
     residents = Residents(num_slots)
     strays: dict[bytes, _Row] = {}
     impossible: list[int] = []
@@ -201,7 +201,7 @@ def _read(index: ChunkIndex, file_slots: int, num_slots: int) -> tuple[Residents
 
 
 def _move_down(strays: Sequence[_Row], index: ChunkIndex, file: _Slots, residents: Residents) -> int:
-    """Copy chunks into free slots, then say so in the index; return how many were not fit to be copied."""
+    """Copy chunks into free slots, then update the index; return the number of unreadable ones."""
     _, buffers = file.aligned_buffers(len(strays))
     views = [buffer[:length] for buffer, (*_, length) in zip(buffers, strays, strict=True)]
     _read_each(file, [slot for slot, *_ in strays], views)
@@ -218,7 +218,7 @@ def _move_down(strays: Sequence[_Row], index: ChunkIndex, file: _Slots, resident
 
 
 def _read_each(file: _Slots, slots: Sequence[int], views: Sequence[memoryview]) -> None:
-    """Read slots, or one by one if that fails: a bad sector loses one chunk, whose checksum does not match.
+    """Read slots, one by one after an error, so that a bad sector loses one chunk.
 
     Raises:
         OSError: none of several can be read; that is no bad sector.

@@ -1,4 +1,4 @@
-"""Reads in flight, for which the closing of a store waits."""
+"""Counts of reads in flight, for which closing a store waits."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 
 class Readers:
-    """Counts reads in flight, and allows them until it is closed. Any thread may call any method."""
+    """Counts reads in flight, and allows them until closed. Thread-safe."""
 
     def __init__(self) -> None:
         self._reading = threading.Condition()
@@ -22,7 +22,7 @@ class Readers:
 
     @contextmanager
     def one(self) -> Iterator[bool]:
-        """Count one read as long as the context lasts; it yields whether the read is allowed."""
+        """Count one read during the context; yields whether it is allowed."""
         with self._reading:
             is_open = not self._is_closed
             self._num_reading += is_open

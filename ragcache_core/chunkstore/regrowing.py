@@ -1,4 +1,4 @@
-"""What is stored beside a block's KV, and the tree that grows again from it after a restart."""
+"""Metadata of stored blocks, and the tree that is rebuilt from it after a restart."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ragcache_core.types import Tier
 
 
 def note_of(tree: KnowledgeTree, location: Location) -> ChunkNote:
-    """Return what has to be stored with a block's KV for the tree to grow again from it."""
+    """Return the metadata to store with a block, for rebuilding the tree."""
     node = location.node
     parent = cast("bytes | None", tree.key_before(location))
     names = text_with_owner(node.owner, text_of_names(node.doc_id, node.other_ids))
@@ -31,7 +31,7 @@ UnitOf = Callable[[ChunkEntry], tuple[bytes, bool]]
 
 
 class Regrowth:
-    """Adds stored blocks to a tree, parents first and as many at a time as its owner likes.
+    """Adds stored blocks to a tree, parents first, in batches.
 
     A block without its prefix is useless. Chunks that are not a unit have their unit's chunk as parent, and come last.
 
@@ -50,7 +50,7 @@ class Regrowth:
         self._units: dict[bytes, bytes] = {}
 
     def add(self, entry: ChunkEntry) -> None:
-        """Add a block, if its prefix is there."""
+        """Add a block, if its prefix is in the tree."""
         unit, is_unit = self._unit_of(entry)
         has_prefix = (entry.parent is None and is_unit) or entry.parent in self._units
         if has_prefix and (not is_unit or self._add_unit(entry, unit)):
@@ -76,7 +76,7 @@ class Regrowth:
 
 
 def in_order_of_growth(entries: Iterable[ChunkEntry], unit_of: UnitOf) -> Iterator[ChunkEntry]:
-    """Yield entries as :class:`Regrowth` needs them: those that are no unit come last."""
+    """Yield entries in the order for :class:`Regrowth`; blocks of other groups come last."""
     beside: list[ChunkEntry] = []
     for entry in entries:
         if unit_of(entry)[1]:
@@ -87,7 +87,7 @@ def in_order_of_growth(entries: Iterable[ChunkEntry], unit_of: UnitOf) -> Iterat
 
 
 def is_unit_itself(entry: ChunkEntry) -> tuple[bytes, bool]:
-    """Return a chunk's key: each is a unit where the model has one KV cache group."""
+    """Return a chunk's key, which is a unit if the model has one KV cache group."""
     return entry.key, True
 
 

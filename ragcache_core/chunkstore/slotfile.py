@@ -1,4 +1,4 @@
-"""The file of slots: neighbours in one system call, past the page cache where that works.
+"""The file of slots: adjacent slots in one system call, past the page cache if possible.
 
 Slots begin at multiples of a page: ``O_DIRECT`` transfers straight to and from page-aligned memory::
 
@@ -42,12 +42,12 @@ from ragcache_core.private_files import open_private
 
 
 class SlotMap:
-    """Free and used slots, a byte each. A free one is blank if nothing is left in it of what it held."""
+    """Free and used slots, a byte each. A free one is blank if its old content is gone."""
 
     def __init__(self, num_slots: int) -> None:
         self._used = bytearray(num_slots)
         self._blank = bytearray(num_slots)  # whatever was here before is not known
-        self._next = 0  # where the search goes on: what was freed lately is overwritten last
+        self._next = 0  # start of the next search, so that recently freed slots are reused last
         self.num_free = num_slots
 
     def occupy(self, slot: int) -> None:
@@ -58,14 +58,14 @@ class SlotMap:
         self.num_free -= 1
 
     def release(self, slots: Iterable[int]) -> None:
-        """Give slots back that are used."""
+        """Free used slots."""
         for slot in slots:
             assert self._used[slot]
             self._used[slot] = 0
             self.num_free += 1
 
     def reserve(self, num_wanted: int) -> list[int]:
-        """Return that many slots, ascending and taken, in as few runs as halving the length of a run finds."""
+        """Return that many ascending, taken slots, in few runs."""
         assert num_wanted <= self.num_free
         slots: list[int] = []
         length = num_wanted
@@ -83,13 +83,13 @@ class SlotMap:
         return sorted(slots)
 
     def left_over(self) -> list[int]:
-        """Return the free slots that may still hold what they held, ascending."""
+        """Return the free slots that may have old content, ascending."""
         is_taken = np.frombuffer(self._used, np.uint8) | np.frombuffer(self._blank, np.uint8)
         found: list[int] = np.flatnonzero(is_taken == 0).tolist()
         return found
 
     def mark_blank(self, slots: Iterable[int]) -> None:
-        """Mark free slots as blank: nothing is left in them."""
+        """Mark free slots as blank."""
         for slot in slots:
             assert not self._used[slot]
             self._blank[slot] = 1
@@ -108,15 +108,15 @@ _NO_HOLES = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 
 
 def page_aligned(num_bytes: int) -> int:
-    """Return what bytes take on disk, in whole pages."""
+    """Return the bytes on disk, in whole pages."""
     return -(-num_bytes // PAGE_BYTES) * PAGE_BYTES
 
 
 class SlotFile:
-    """Slots of ``slot_bytes`` in one file. Reads may run beside a write; the caller sees to it that slots do not."""
+    """Slots of ``slot_bytes`` in one file. Reads may run beside a write to other slots."""
 
     def __init__(self, path: Path, chunk_bytes: int, *, direct: bool | None = None) -> None:
-        """Open or make the file. ``direct``: use ``O_DIRECT``, do not, or (None) where the file system can.
+        """Open or create the file. ``direct``: whether to use ``O_DIRECT``; ``None`` for if supported.
 
         Raises:
             OSError
@@ -139,11 +139,11 @@ class SlotFile:
 
     @property
     def num_slots(self) -> int:
-        """Whole slots in the file."""
+        """Number of whole slots in the file."""
         return os.fstat(self._descriptor).st_size // self.slot_bytes
 
     def write(self, slots: Sequence[int], payloads: Sequence[memoryview]) -> None:
-        """Write payloads to slots. ``payloads``: at most ``chunk_bytes`` each.
+        """Write payloads of at most ``chunk_bytes`` to slots.
 
         Raises:
             OSError: any part of those slots may have been written.
@@ -161,7 +161,7 @@ class SlotFile:
                     raise OSError(errno.EIO, "nothing more was written")
 
     def read(self, slots: Sequence[int], targets: Sequence[memoryview]) -> None:
-        """Fill targets with what is in the slots; beyond the end of the file they are left as they are.
+        """Read slots into targets, which stay unchanged beyond the end of the file.
 
         ``targets`` are as long as the payloads were.
 
@@ -186,7 +186,7 @@ class SlotFile:
         return memory, [memory[start : start + self.chunk_bytes] for start in starts]
 
     def erase(self, slots: Sequence[int], on_part: Callable[[], object] = lambda: None) -> None:
-        """Let slots read as zeros, on the disk itself when this returns; their space is free where that can be.
+        """Overwrite slots with zeros, durably; free their space if possible.
 
         ``on_part`` is called whenever a part of them is done.
 
@@ -210,7 +210,7 @@ class SlotFile:
         os.fdatasync(self._descriptor)
 
     def truncate(self, num_slots: int) -> None:
-        """Cut the file after that many slots, unless it is shorter.
+        """Cut the file after that many slots.
 
         Raises:
             OSError
@@ -219,13 +219,13 @@ class SlotFile:
             os.ftruncate(self._descriptor, num_slots * self.slot_bytes)
 
     def close(self) -> None:
-        """Close the file. Nothing may be using it."""
+        """Close the file, which must not be in use."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
 
     def can_free(self) -> bool:
-        """Return whether the file system takes space back from the middle of a file."""
+        """Return whether the file system can free space inside a file."""
         try:
             _punch(self._descriptor, os.fstat(self._descriptor).st_size, PAGE_BYTES)
         except OSError:
@@ -233,7 +233,7 @@ class SlotFile:
         return True
 
     def free(self, slots: Iterable[int]) -> None:
-        """Give the space of slots back. What they held may stay on the disk; see :meth:`erase`.
+        """Free the space of slots. Old content may stay on the disk; see :meth:`erase`.
 
         Raises:
             OSError: some may still take space.
@@ -244,13 +244,13 @@ class SlotFile:
 
     @property
     def used_bytes(self) -> int:
-        """What the file takes on the disk."""
+        """Bytes of the file on disk."""
         return os.fstat(self._descriptor).st_blocks * 512
 
     def _move_short(
         self, slots: Sequence[int], buffers: Sequence[memoryview], move: Callable[[int, memoryview], None]
     ) -> tuple[Sequence[int], Sequence[memoryview]]:
-        """Move each buffer that is shorter than a chunk, and return the others with their slots."""
+        """Transfer each buffer shorter than a chunk, and return the others with their slots."""
         if all(len(buffer) == self.chunk_bytes for buffer in buffers):
             return slots, buffers
         others = []
@@ -275,14 +275,14 @@ class SlotFile:
             target[:] = pages[: len(target)]
 
     def _own_pages(self, num_bytes: int) -> memoryview:
-        """Return the pages that a payload takes, in memory that this thread keeps."""
+        """Return a payload's whole pages in memory of this thread."""
         memory: memoryview | None = getattr(self._own, "memory", None)
         if memory is None:
             memory = self._own.memory = memoryview(mmap.mmap(-1, self.slot_bytes))
         return memory[: page_aligned(num_bytes)]
 
     def _parts(self, first: int, run: list[memoryview]) -> Iterator[tuple[int, list[memoryview], bool]]:
-        """Yield pieces of a run that one system call can take, and whether straight from the caller's memory."""
+        """Yield parts of a run for single system calls, and whether they use the caller's memory."""
         straight = not self.is_direct or (not self._pad and all(_address(b) % PAGE_BYTES == 0 for b in run))
         most = _MAX_SLOTS_PER_CALL if straight else max(1, _BOUNCE_BYTES // self.slot_bytes)
         for start in range(0, len(run), most):
@@ -319,7 +319,7 @@ def _address(buffer: memoryview) -> int:
 
 
 def runs(slots: Sequence[int], buffers: Sequence[memoryview]) -> Iterator[tuple[int, list[memoryview]]]:
-    """Yield the first slot and the buffers of every run of neighbouring slots."""
+    """Yield first slot and buffers of each run of adjacent slots."""
     ordered = sorted(zip(slots, buffers, strict=True), key=lambda pair: pair[0])
     for _, group in groupby(enumerate(ordered), key=lambda item: item[1][0] - item[0]):
         run = [pair for _, pair in group]
@@ -327,7 +327,7 @@ def runs(slots: Sequence[int], buffers: Sequence[memoryview]) -> Iterator[tuple[
 
 
 def _punch(descriptor: int, start: int, num_bytes: int) -> None:
-    """Make a hole in a file, which reads as zeros; Python has no name for it."""
+    """Punch a hole in a file, which reads as zeros; Python has no function for it."""
     fallocate = ctypes.CDLL(None, use_errno=True).fallocate
     if fallocate(descriptor, _PUNCH_HOLE, ctypes.c_int64(start), ctypes.c_int64(num_bytes)):
         code = ctypes.get_errno()
@@ -335,7 +335,7 @@ def _punch(descriptor: int, start: int, num_bytes: int) -> None:
 
 
 def aligned_rows(num_rows: int, num_bytes: int) -> np.ndarray:
-    """Return ``[num_rows, num_bytes]`` bytes that begin on a page, as ``O_DIRECT`` wants them."""
+    """Return page-aligned ``[num_rows, num_bytes]`` bytes for ``O_DIRECT``."""
     memory = mmap.mmap(-1, num_rows * num_bytes)
     return np.frombuffer(memory, dtype=np.uint8).reshape(num_rows, num_bytes)
 
@@ -343,7 +343,7 @@ def aligned_rows(num_rows: int, num_bytes: int) -> np.ndarray:
 def _move(
     call: Callable[[int, list[memoryview], int], int], descriptor: int, vectors: list[memoryview], offset: int
 ) -> bool:
-    """Read or write all of ``vectors`` and return True, or False when the file ended before."""
+    """Read or write all of ``vectors`` and return ``True``; ``False`` at the file's end."""
     num_remaining = sum(len(vector) for vector in vectors)
     while num_moved := call(descriptor, vectors, offset):
         num_remaining -= num_moved

@@ -1,4 +1,4 @@
-"""The store: payloads in the slot file, rows in the index, and a map of keys to slots in memory.
+"""The chunk store: payloads in the slot file, rows in the index, and a map of keys in memory.
 
 A write is durable because of its order::
 
@@ -73,7 +73,7 @@ _EXTENT_BYTES, _FEW_EXTENTS = 16, 1024  # what a file system has of a file besid
 
 
 class ChunkStore:
-    """Chunks of ``chunk_bytes`` by key, in one folder, in a bounded number of slots.
+    """Chunks of ``chunk_bytes`` by key, in one folder, with a limited number of slots.
 
     Any thread may call any method. Changes wait for one another; reads wait for nothing, unless what they found does
     not match its checksum.
@@ -91,7 +91,7 @@ class ChunkStore:
         keys: Keys | None = None,
         compression: Compression | None = None,
     ) -> None:
-        """Open the store of ``identity`` in a cache directory, or make it. Damage there is a warning, and it is empty.
+        """Open or create the store of ``identity`` in a cache directory. A damaged one is emptied with a warning.
 
         Args:
             directory: holds a folder for each identity; it and its parents are made where they are missing.
@@ -188,27 +188,27 @@ class ChunkStore:
 
     @property
     def slot_bytes(self) -> int:
-        """What a chunk takes on disk."""
+        """Bytes of a chunk on disk."""
         return self._file.slot_bytes
 
     @property
     def chunks_per_batch(self) -> int:
-        """How many chunks to read or write at once: 64, or those that 16 MiB hold, but one at least."""
+        """Number of chunks to read or write at once: 64, or 16 MiB, but at least one."""
         return min(max(_MAX_BATCH_BYTES // self.chunk_bytes, 1), _MAX_BATCH)
 
     @property
     def num_free_slots(self) -> int:
-        """Chunks that can be written before some must be deleted."""
+        """Number of chunks that can be written without deletions."""
         return self._residents.slots.num_free
 
     @property
     def is_direct(self) -> bool:
-        """Whether reads and writes go past the page cache. They are fastest from and to page-aligned memory."""
+        """Whether I/O bypasses the page cache. It is fastest with page-aligned memory."""
         return self._file.is_direct
 
     @property
     def stats(self) -> ChunkStoreStats:
-        """What the store holds, and what has happened to it."""
+        """Statistics of the store."""
         return ChunkStoreStats(
             num_chunks=len(self),
             num_slots=self.num_slots,
@@ -221,7 +221,7 @@ class ChunkStore:
         )
 
     def num_over(self, num_here: int, num_new: int) -> int:
-        """Return how many of ``num_here`` chunks have to leave for ``num_new`` others to fit; 0 or less: none.
+        """Return how many of ``num_here`` chunks must be evicted for ``num_new`` others; 0 or less for none.
 
         Of compressed chunks it is an estimate, by the mean of what is here and of what came lately.
         """
@@ -236,7 +236,7 @@ class ChunkStore:
         return max(math.ceil(over_bytes / mean_bytes), num_over)
 
     def entries(self) -> Iterator[ChunkEntry]:
-        """Yield every chunk by position: parents come before their children.
+        """Yield every chunk by position, parents before children.
 
         Chunks that are deleted meanwhile may be in it, those that are written meanwhile are not. A chunk whose note has
         another place in the tree than was written, or impossible values, is dropped.
@@ -261,7 +261,7 @@ class ChunkStore:
                     yield entry
 
     def read_many(self, requests: Sequence[tuple[bytes, Buffer]]) -> list[bool]:
-        """Read chunks into buffers and return for each whether it is there: False is a miss.
+        """Read chunks into buffers, and return for each whether it is stored.
 
         A buffer whose chunk was a miss may have been written to. Slots side by side are read at once, so ask for the
         chunks of a document together.
@@ -286,11 +286,11 @@ class ChunkStore:
         return found
 
     def read(self, key: bytes, target: Buffer) -> bool:
-        """Read one chunk into a buffer and return whether it is there."""
+        """Read one chunk into a buffer, and return whether it is stored."""
         return self.read_many([(key, target)])[0]
 
     def check_in_place(self) -> None:
-        """Check that the store's files are where it opened them.
+        """Check that the store's files are in place.
 
         Deleted files can still be written to and read, and take space, until the process ends; the next start does not
         find them.
@@ -312,7 +312,7 @@ class ChunkStore:
                 )
 
     def write_many(self, writes: Sequence[ChunkWrite], *, packs: bool = True) -> list[bytes]:
-        """Store chunks and return the keys of those that were new; what is there already is left as it is.
+        """Store chunks and return the keys of new ones; stored ones stay unchanged.
 
         All or nothing: when this raises, none of them is there. When it returns, they outlive the process. They are
         compressed where the store does so, unless ``packs`` is False.
@@ -362,12 +362,12 @@ class ChunkStore:
         return new
 
     def _packed(self, compression: Compression, chunks: list[memoryview]) -> list[memoryview]:
-        """Return the records of chunks: a frame where it takes fewer pages."""
+        """Return the records of chunks: a frame if it takes fewer pages."""
         pairs = zip(compression.pack(chunks), chunks, strict=True)
         return [record if page_aligned(len(record)) < self.slot_bytes else chunk for record, chunk in pairs]
 
     def _check_space(self, records: Sequence[memoryview]) -> None:
-        """Raise CacheCapacityError if records do not fit, and note how much a new one takes."""
+        """Raise CacheCapacityError if records do not fit; update the mean record size."""
         if not self._is_packed or not records:
             return
         new_bytes = sum(page_aligned(len(record)) for record in records)
@@ -381,13 +381,13 @@ class ChunkStore:
             )
 
     def _free(self, slots: Sequence[int]) -> None:
-        """Give the space of free slots back, where the number of slots does not limit it."""
+        """Free the space of free slots, if the number of slots is not the limit."""
         if self._is_packed:
             with suppress(OSError):  # the next opening does it
                 self._file.free(slots)
 
     def delete_many(self, keys: Iterable[bytes]) -> int:
-        """Forget chunks and return how many there were; their slots are free when this returns.
+        """Delete chunks and return their number; their slots are free at the return.
 
         Raises:
             CacheWriteError: all of them are still there.
@@ -401,7 +401,7 @@ class ChunkStore:
         return len(gone)
 
     def evict_many(self, keys: Iterable[bytes]) -> int:
-        """Forget chunks as :meth:`delete_many` does, or, where the disk is full, as :meth:`discard_many` does."""
+        """Delete chunks as :meth:`delete_many`, or on a full disk as :meth:`discard_many`."""
         keys = list(keys)
         try:
             return self.delete_many(keys)
@@ -409,7 +409,7 @@ class ChunkStore:
             return self.discard_many(keys)
 
     def discard_many(self, keys: Iterable[bytes]) -> int:
-        """Forget chunks that are of no use, and return how many there were; their slots are free when this returns.
+        """Delete useless chunks and return their number; their slots are free at the return.
 
         A disk that is full does not keep them: from there they go with the next change.
         """
@@ -422,7 +422,7 @@ class ChunkStore:
         return len(slots)
 
     def erase(self, keys: Iterable[bytes], on_part: Callable[[], object] = lambda: None) -> int:
-        """Forget chunks, and return how many there were: no byte of them is left in a file when this returns.
+        """Delete and overwrite chunks, and return their number; none of their bytes remain in a file.
 
         Nor is one of those that were deleted before, whose slots are free. ``on_part`` is called now and then: all of
         it may take seconds. The data goes first: that needs no space, which a full disk has not for the index.
@@ -448,7 +448,7 @@ class ChunkStore:
         return len(gone)
 
     def update_notes(self, worths: Iterable[tuple[bytes, float, float]]) -> int:
-        """Set key, frequency and cost of chunks and return how many there are; unknown keys are passed over.
+        """Update frequency and cost by key; return the number of known keys.
 
         Raises:
             CacheWriteError: none was changed. ValueError: a number that is not finite.
@@ -465,7 +465,7 @@ class ChunkStore:
         return len(rows)
 
     def rename(self, names: Iterable[tuple[bytes, str | None]]) -> int:
-        """Set key and document of chunks and return how many there are; unknown keys are passed over.
+        """Update documents by key; return the number of known keys.
 
         A disk that is full does not keep them from it: they are noted with the next change.
 
@@ -483,7 +483,7 @@ class ChunkStore:
         return len(rows)
 
     def clear(self) -> None:
-        """Forget every chunk, and give the space back.
+        """Delete every chunk, and free the space.
 
         The data goes first: that needs no space, and what is left in the index then matches nothing.
 
@@ -506,7 +506,7 @@ class ChunkStore:
                 ) from error
 
     def close(self) -> None:
-        """Close the store when the reads in flight are done; from then on every read is a miss. Idempotent."""
+        """Close the store after the reads in flight; later reads are misses. Idempotent."""
         self._readers.close()
         with self._changing:
             self._opened.close()
@@ -516,7 +516,7 @@ class ChunkStore:
             raise CacheTierError(f"the chunk store {self.path} is closed: open it again")
 
     def _read_again(self, key: bytes, target: memoryview) -> bool:
-        """Read a chunk while nothing is being written, and drop it if it still does not match."""
+        """Read a chunk without concurrent writes, and drop it if it still does not match."""
         with self._changing:
             place = self._residents.find(key)
             if place is None:

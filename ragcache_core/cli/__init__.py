@@ -1,4 +1,4 @@
-"""The command line: ``ragcache index | ask | store | serve | stats | profile``, a file each.
+"""The command line ``ragcache``, with one module per command.
 
 Exit status: 0 done, 1 an error of ours, 2 a command that cannot be understood, 130 interrupted, 143 terminated.
 """

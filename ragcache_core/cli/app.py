@@ -1,4 +1,4 @@
-"""The ``ragcache`` command: its version, its help, its commands."""
+"""The ``ragcache`` command with its subcommands."""
 
 from __future__ import annotations
 

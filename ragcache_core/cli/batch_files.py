@@ -1,4 +1,4 @@
-"""The files of ``ragcache batch``: requests, one a line, and their answers in the format of OpenAI's batches.
+"""Files of ``ragcache batch``: requests, one per line, and answers in the format of OpenAI's batch output.
 
 Each answer is on disk before the next one is written. Its record is named by a digest of the request, so that a second
 start continues the file and never takes the answer to another request for its own.
@@ -28,7 +28,7 @@ _BEGIN = b'{"id": "' + _ID.encode()
 
 @dataclass(frozen=True, slots=True)
 class BatchLine:
-    """A request of the input: a question, or a chat as the OpenAI protocol has it."""
+    """A request of the input: a question, or a chat in the OpenAI protocol."""
 
     number: int
     custom_id: str
@@ -38,14 +38,14 @@ class BatchLine:
 
 @dataclass(frozen=True, slots=True)
 class BrokenLine:
-    """A line of the input that is no request, and why."""
+    """An invalid line of the input, with the reason."""
 
     number: int
     custom_id: str | None
     reason: str
 
     def record(self) -> dict[str, Any]:
-        """Return what the output says of it."""
+        """Return its record in the output."""
         message = f"line {self.number}: {self.reason}"
         return to_record(self.custom_id, digest_of(self.number, message), error={"code": "invalid", "message": message})
 
@@ -57,17 +57,17 @@ def to_record(
     error: Mapping[str, Any] | None = None,
     **more: object,
 ) -> dict[str, Any]:
-    """Return a line of the output: that of OpenAI's batches, and ``more`` fields."""
+    """Return a line of the output in OpenAI's batch format, with the fields ``more``."""
     return {"id": f"{_ID}{digest}", "custom_id": custom_id, "response": response, "error": error, **more}
 
 
 def digest_of(*parts: object) -> str:
-    """Return what names a request: the same for the same plain JSON data."""
+    """Return a digest of a request's JSON data."""
     return hashlib.blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
 def read_batch(path: Path) -> tuple[list[BatchLine], list[BrokenLine]]:
-    """Return the requests of a file, and its broken lines, which do not keep the others from being answered.
+    """Return the valid requests of a file, and its invalid lines.
 
     Raises:
         ConfigError: the file cannot be read, or has no line that is a request.
@@ -95,7 +95,7 @@ def read_batch(path: Path) -> tuple[list[BatchLine], list[BrokenLine]]:
 
 
 def _read_line(line: bytes, number: int) -> BatchLine | BrokenLine:
-    """Return the request of a line, or why it is none."""
+    """Return the request of a line, or the reason why it is invalid."""
     custom_id: str | None = None
     try:
         record = json.loads(line.decode("utf-8-sig"))
@@ -111,7 +111,7 @@ def _read_line(line: bytes, number: int) -> BatchLine | BrokenLine:
                 check_sendable(question, "the question")
                 return BatchLine(number, custom_id, question)
             case {"question": question}:
-                raise ConfigError(f"the question is {quoted(question)}: ask something")
+                raise ConfigError(f"the question is {quoted(question)}: give a text that is not empty")
             case {"body": {"messages": [*_]} as body}:
                 _check_chat(record, body)
                 return BatchLine(number, custom_id, body=body)
@@ -138,7 +138,7 @@ def _check_chat(record: Mapping[str, Any], body: Mapping[str, Any]) -> None:
 
 
 class AnswerFile:
-    """The output of a batch, continued where an earlier run ended. A context manager; one process writes at a time.
+    """The output of a batch, which continues an earlier run. A context manager; one process writes at a time.
 
     Attributes:
         path: of the file.
@@ -152,7 +152,7 @@ class AnswerFile:
 
     @classmethod
     def open(cls, path: Path, digests: Mapping[str, str]) -> Self:
-        """Open the file for the requests of these digests, by their ids; an answer to each of them is kept.
+        """Open the file for requests with these digests by id; earlier answers to them are kept.
 
         What an earlier run could not answer is left out, to be answered now, and so is a record that was cut off.
 
@@ -180,7 +180,7 @@ class AnswerFile:
         return cls(path, file, models)
 
     def append(self, record: Mapping[str, Any]) -> None:
-        """Add a record; it is on disk when this returns.
+        """Append a record durably.
 
         Raises:
             ConfigError: it cannot be written; the records before are kept.
@@ -205,7 +205,9 @@ class AnswerFile:
 
 def _open_locked(path: Path) -> IO[bytes]:
     if path.exists() and not path.is_file():
-        raise ConfigError(f"{path} is no regular file, which a second start could continue: name another --output")
+        raise ConfigError(
+            f"{path} is not a regular file, so an interrupted run could not be continued: name another --output"
+        )
     file = open(path, "a+b", opener=open_private)  # noqa: SIM115  (the caller closes it)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -216,7 +218,7 @@ def _open_locked(path: Path) -> IO[bytes]:
 
 
 def _kept(path: Path, content: bytes, digests: Mapping[str, str]) -> tuple[bytes, dict[str, str]]:
-    """Return the answers in ``content``, as they are, and the models that gave them."""
+    """Return the answers in ``content``, and the models that gave them."""
     *lines, last = content.split(b"\n")
     if last and not (last.startswith(_BEGIN) or _BEGIN.startswith(last)):
         raise _foreign(path, len(lines) + 1)
@@ -249,7 +251,7 @@ def _foreign(path: Path, number: int) -> ConfigError:
 
 
 def reasons(broken: Iterable[BrokenLine], shown: int = 3) -> str:
-    """Return the first reasons why lines are broken, on one line."""
+    """Return the first reasons of invalid lines, on one line."""
     broken = list(broken)
     more = f"; and {len(broken) - shown} more" if len(broken) > shown else ""
     return "; ".join(f"line {each.number}: {each.reason}" for each in broken[:shown]) + more

@@ -1,4 +1,4 @@
-"""The base of every command: ``--json``, ``--debug``, examples in its help, one line per error, exit status."""
+"""The base of every command: ``--json``, ``--debug``, examples in the help, one-line errors, exit status."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ _AS_TYPED = {
 
 
 def to_cli_wording(message: str) -> str:
-    """Return ``message`` with its cures as they are typed."""
+    """Return ``message`` with its hints in the words of the command line."""
     for in_the_library, typed in _AS_TYPED.items():
         message = message.replace(in_the_library, typed)
     return message
@@ -65,7 +65,7 @@ def to_cli_wording(message: str) -> str:
 
 @contextmanager
 def options_in_cli_wording(command: click.Command) -> Iterator[None]:
-    """Let an error that names settings name the options of ``command``."""
+    """Convert setting names in errors to the options of ``command``."""
     names = {str(option.name): option.opts[0] for option in command.params}
     try:
         yield
@@ -88,7 +88,9 @@ class Command(click.Command):
         super().__init__(*args, **kwargs)
         self.examples = tuple(examples)
         self.params.append(
-            click.Option(["--json", "as_json"], is_flag=True, help="Print JSON on standard output, errors as well.")
+            click.Option(
+                ["--json", "as_json"], is_flag=True, help="Print the result, and errors, as JSON on standard output."
+            )
         )
         self.params.append(
             click.Option(
@@ -96,12 +98,12 @@ class Command(click.Command):
                 is_flag=True,
                 expose_value=False,
                 callback=_keep_debug,
-                help="Show an error's traceback.",
+                help="Show the traceback of an error.",
             )
         )
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parse ``args``; where vLLM's options are passed on, an unknown option is answered with their place."""
+        """Parse ``args``; for commands that pass on vLLM's options, explain where an unknown option goes."""
         try:
             return super().parse_args(ctx, args)
         except click.NoSuchOption as error:
@@ -129,7 +131,7 @@ class Command(click.Command):
             ctx.exit(EXIT_ERROR)
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the examples, as they are to be typed."""
+        """Write the examples."""
         if self.examples:
             with formatter.section("Examples"):
                 for example in self.examples:
@@ -137,7 +139,7 @@ class Command(click.Command):
 
 
 class CommandGroup(Command, click.Group):
-    """A command that does something by itself and has others below it; its function looks whether one was named."""
+    """A command with subcommands that also runs by itself."""
 
     command_class = Command
 
@@ -146,7 +148,7 @@ class CommandGroup(Command, click.Group):
 
 
 class Group(click.Group):
-    """A group of commands whose interruption is exit status 130 wherever it comes."""
+    """A group of commands; an interruption anywhere is exit status 130."""
 
     command_class = Command
 
@@ -167,7 +169,7 @@ class Group(click.Group):
 
 
 def print_json(data: Mapping[str, object]) -> None:
-    """Print one JSON object as one line of UTF-8; what UTF-8 cannot hold (a file's name) is escaped."""
+    """Print one JSON object as one line of UTF-8; other characters, as in file names, are escaped."""
     click.echo(json.dumps(data, ensure_ascii=False, default=str).encode("utf-8", "backslashreplace"))
 
 
@@ -176,7 +178,7 @@ def _keep_debug(ctx: click.Context, _param: click.Parameter, value: bool) -> Non
 
 
 def report(error: Exception, *, as_json: bool, as_lines: bool = False) -> None:
-    """Print an error: one line, and what a server's log says below it; ``as_lines``: one line of JSON for all."""
+    """Print an error: one line, then details such as the server's log; ``as_lines``: as one JSON line."""
     message = to_cli_wording(str(error))
     if not isinstance(error, (RAGCacheError, OSError)):
         message = f"unexpected {type(error).__name__}: {message} (--debug shows where)"
@@ -192,14 +194,14 @@ def report(error: Exception, *, as_json: bool, as_lines: bool = False) -> None:
 
 
 def say(message: str, *, level: str = "INFO", as_json: bool = False) -> None:
-    """Print a line about what the command does on standard error, as text or as JSON."""
+    """Print a progress line on standard error, as text or JSON."""
     shown = {"INFO": "", "WARNING": "warning: ", "ERROR": "error: "}[level]
     text = json_line(message, level=level, source="ragcache") if as_json else f"ragcache: {shown}{message}"
     click.echo(text, err=True)
 
 
 class _TypedWarnings(logging.Handler):
-    """Shows a warning or an error as one line on standard error, with its cures as they are typed."""
+    """Shows a warning or error as one line on standard error, with hints in the words of the command line."""
 
     as_json = False
 
@@ -210,7 +212,7 @@ class _TypedWarnings(logging.Handler):
 
 @contextmanager
 def warnings_in_json(is_wanted: bool) -> Iterator[None]:
-    """Show warnings as lines of JSON meanwhile, if that ``is_wanted``: whichever thread they come from."""
+    """Show warnings of all threads as JSON lines meanwhile, if ``is_wanted``."""
     _TypedWarnings.as_json = is_wanted
     try:
         yield
@@ -230,7 +232,7 @@ def _warnings_as_typed() -> Iterator[None]:
 
 @contextmanager
 def _sigterm_exits() -> Iterator[None]:
-    """End by an exception on SIGTERM, so that engines are closed and files put away."""
+    """Raise an exception on SIGTERM, so that engines and files are closed."""
 
     def exit_(_signum: int, _frame: FrameType | None) -> NoReturn:
         raise SystemExit(EXIT_TERMINATED)

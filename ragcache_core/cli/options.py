@@ -1,4 +1,4 @@
-"""Options that several commands share. The environment is read here and nowhere else in this folder."""
+"""Options of several commands. Only this module reads the environment."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ EmbedderName = Literal["builtin", "minilm"]
 
 
 class FiniteRange(click.FloatRange):
-    """A number in a range, which nan and inf are not, wherever it ends."""
+    """A finite number in a range, without nan and inf."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
         number: float = super().convert(value, param, ctx)
@@ -35,20 +35,21 @@ class FiniteRange(click.FloatRange):
 
 
 store_option = click.option(
-    "--store", type=click.Path(path_type=Path), required=True, metavar="PATH", help="The document store's directory."
+    "--store", type=click.Path(path_type=Path), required=True, metavar="PATH", help="Directory of the document store."
 )
 embedder_option = click.option(
     "--embedder",
     type=click.Choice(["builtin", "minilm"]),
-    help="The embedder of texts; minilm needs the extra of that name. [default: the store's own; builtin]",
+    help="Embedder of texts: builtin (lexical), or minilm (by meaning; needs the extra minilm). "
+    "[default: the store's own, builtin for a new store]",
 )
 api_key_option = click.option(
-    "--api-key", envvar=API_KEY_ENV, show_envvar=True, metavar="KEY", help="The server's API key."
+    "--api-key", envvar=API_KEY_ENV, show_envvar=True, metavar="KEY", help="API key of the server."
 )
 tokenizer_option = click.option(
     "--tokenizer",
     metavar="NAME",
-    help="The launched server's tokenizer: a folder, or a name of the hub. [default: the model's own]",
+    help="Tokenizer of the launched server: a folder, or a name on the Hugging Face hub. [default: the model's own]",
 )
 log_option = click.option(
     "--log",
@@ -62,32 +63,42 @@ cache_config_option = click.option(
     "--cache-config",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="A TOML file with the settings of the cache in a [cache] table; options override it.",
+    help="TOML file with cache settings in a [cache] table. Options override it.",
 )
 _LAYOUT = PromptLayout()
 _LAYOUT_OPTIONS = (
-    click.option("--static-prefix", default=_LAYOUT.static_prefix, help="The system message."),
-    click.option("--document-format", default=_LAYOUT.document_format, help="How a document is shown; holds {text}."),
     click.option(
-        "--question-format", default=_LAYOUT.question_format, help="How the question is shown; holds {question}."
+        "--static-prefix",
+        default=_LAYOUT.static_prefix,
+        help="Text before the documents: the system message of a chat model.",
+    ),
+    click.option(
+        "--document-format",
+        default=_LAYOUT.document_format,
+        help="Template of a document in the prompt; contains {text}.",
+    ),
+    click.option(
+        "--question-format",
+        default=_LAYOUT.question_format,
+        help="Template of the question in the prompt; contains {question}.",
     ),
 )
 vllm_args_argument = click.argument("vllm_args", nargs=-1, type=click.UNPROCESSED, metavar="[-- VLLM_ARGS]...")
 
 
 def _chunk_reuse(text: str) -> dict[str, object]:
-    """Return the settings in ``quality=0.95,selection=cache_craft``; what they mean is checked where they are used."""
+    """Return the settings in ``quality=0.95,selection=cache_craft``, unchecked."""
     settings: dict[str, object] = {}
     for part in filter(None, (part.strip() for part in text.split(","))):
         name, equals, value = (word.strip() for word in part.partition("="))
         if not (name and equals and value):
-            raise click.BadParameter(f"{part!r} is no setting: write KEY=VALUE, as max_recompute=0.3")
+            raise click.BadParameter(f"{part!r} is not a setting: write KEY=VALUE, as max_recompute=0.3")
         settings[name.replace("-", "_")] = _plain_value(value)
     return settings
 
 
 def _connector(text: str) -> dict[str, object]:
-    """Return the settings of a connector, whose names and values are vLLM's matter."""
+    """Return the settings of a connector, unchecked."""
     try:
         settings = json.loads(text)
     except ValueError as error:
@@ -98,7 +109,7 @@ def _connector(text: str) -> dict[str, object]:
 
 
 def _plain_value(text: str) -> object:
-    """Return a number or a truth value where a text is one."""
+    """Return a text as number or boolean if it is one."""
     if text in ("true", "false"):
         return text == "true"
     for kind in (int, float):
@@ -108,7 +119,7 @@ def _plain_value(text: str) -> object:
 
 
 def cache_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add an option for every setting of the cache; the command gets them under the settings' own names."""
+    """Add an option per cache setting, under the settings' names."""
     decorate = settings_options(
         CacheConfig,
         keeps_unset=True,
@@ -142,8 +153,14 @@ def engine_options(command: Callable[..., Any]) -> Callable[..., Any]:
         cache_config_option,
         tokenizer_option,
         api_key_option,
-        click.option("--url", metavar="URL", help="Ask the server at this address instead."),
-        click.option("--model", help="Launch a server for this model, and end it afterwards."),
+        click.option(
+            "--url", metavar="URL", help="Send requests to the server at this address instead of launching one."
+        ),
+        click.option(
+            "--model",
+            help="Launch a server for this model (a folder, or a name on the Hugging Face hub), and stop "
+            "it afterwards.",
+        ),
     ):
         command = option(command)
     return command
@@ -157,7 +174,7 @@ def engine_opener(
     cache_config: Path | None,
     vllm_args: tuple[str, ...],
 ) -> Callable[[], Engine]:
-    """Return what launches or joins the engine of :func:`engine_options`.
+    """Return a function that launches or connects the engine of :func:`engine_options`.
 
     Raises:
         click.UsageError: neither or both of model and URL, or options of a launch with a URL.
@@ -167,11 +184,17 @@ def engine_opener(
     if (model is None) == (url is None):
         raise click.UsageError("Give either --model, to launch a server, or --url, to ask one that runs.")
     if url is not None and vllm_args:
-        raise click.UsageError("A server that runs already takes no options of vLLM: leave out what follows '--'.")
+        raise click.UsageError(
+            "Options of vLLM after '--' configure a launched server, but --url names a running one: leave them out."
+        )
     if url is not None and tokenizer is not None:
-        raise click.UsageError("A server that runs already has its tokenizer: leave out --tokenizer, or give --model.")
+        raise click.UsageError(
+            "--tokenizer configures a launched server, but --url names a running one: leave it out, or give --model."
+        )
     if url is not None and cache_config is not None:
-        raise click.UsageError("A server that runs already has its cache: leave out --cache-config, or give --model.")
+        raise click.UsageError(
+            "--cache-config configures a launched server, but --url names a running one: leave it out, or give --model."
+        )
     cache = read_cache_config(cache_config)
 
     def join() -> Engine:
@@ -198,11 +221,11 @@ def read_size(_context: click.Context, _option: click.Parameter, text: str) -> i
     try:
         return TypeAdapter(Bytes).validate_python(text)
     except ValidationError as error:
-        raise click.BadParameter(f"{text!r} is no size: write a number of bytes, as 64MiB or 1000000") from error
+        raise click.BadParameter(f"{text!r} is not a size: write a number of bytes, as 64MiB or 1000000") from error
 
 
 def read_cache_config(cache_config: Path | None, settings: Mapping[str, object] | None = None) -> CacheConfig:
-    """Return the configuration of the cache: that of the file, where no setting was given in its stead.
+    """Return the cache configuration of the file, overridden by options.
 
     Raises:
         ConfigError: a value that cannot work, or two that contradict each other.
@@ -214,7 +237,7 @@ def read_cache_config(cache_config: Path | None, settings: Mapping[str, object] 
 def open_store(
     path: Path, embedder: EmbedderName | None, *, read_only: bool = False, rebuild_index: bool = False
 ) -> DocumentStore:
-    """Return the store at ``path`` with its own embedder, or with the one that was asked for.
+    """Return the store at ``path`` with its own embedder, or the given one.
 
     Raises:
         StoreNotFoundError: there is none. EmbedderMismatchError: it was made with another embedder.
@@ -229,7 +252,7 @@ def open_store(
 
 
 def make_embedder(name: EmbedderName | None) -> object | None:
-    """Return the embedder of that name; ``None`` for the store's own."""
+    """Return the embedder of a name; ``None`` for the store's own."""
     from ragcache_core.retrieval import MiniLMEmbedder, TfidfSvdEmbedder
 
     match name:
@@ -242,7 +265,7 @@ def make_embedder(name: EmbedderName | None) -> object | None:
 
 
 def check_vllm_args(vllm_args: tuple[str, ...]) -> None:
-    """Refuse what follows ``--`` if it is no option, or one that RAGCache sets itself or cannot do without.
+    """Reject arguments after ``--`` that are no options, or that RAGCache sets or needs.
 
     Raises:
         click.UsageError: with what to do instead.

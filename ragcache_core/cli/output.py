@@ -1,4 +1,4 @@
-"""What commands that run for a while show meanwhile, and the file that they leave."""
+"""Progress and output files of long commands."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
 def printable(text: str) -> str:
-    """Return a text that cannot steer a terminal."""
+    """Return a text without control characters."""
     return "".join(character if character.isprintable() else "?" for character in text)
 
 
 def size(num_bytes: int) -> str:
-    """Return a number of bytes for a person."""
+    """Return a number of bytes as readable text."""
     value, unit = float(num_bytes), 0
     while value >= 1024 and unit < len(_UNITS) - 1:
         value, unit = value / 1024, unit + 1
@@ -35,18 +35,18 @@ def size(num_bytes: int) -> str:
 
 @contextmanager
 def counting_requests(name: str, num_requests: int) -> Iterator[Callable[[int], object]]:
-    """Yield what takes how many more requests are done; a bar on a terminal."""
+    """Yield a callback for finished requests; it draws a bar on a terminal."""
     with Bar(name, num_requests, "requests") as bar:
         yield bar.advance
 
 
 def output_option(what: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Return the ``--output`` of a command: the file that it writes, after :func:`check_output`."""
+    """Return the option ``--output``: the file that a command writes, after :func:`check_output`."""
     return click.option("--output", type=click.Path(path_type=Path, dir_okay=False), metavar="OUT", help=what)
 
 
 def check_output(option: str, path: Path | None, inputs: Iterable[Path] = ()) -> None:
-    """Refuse a file that could not be written, or is one of ``inputs``, before a long run. Its folder may be missing.
+    """Reject an unwritable file, or one of ``inputs``, before a long run. Its folder may be missing.
 
     Raises:
         ConfigError: with the option, the file and why.
@@ -66,7 +66,7 @@ def check_output(option: str, path: Path | None, inputs: Iterable[Path] = ()) ->
 
 
 def check_outputs(outputs: Mapping[str, Path | None], inputs: Iterable[Path] = ()) -> None:
-    """Refuse what :func:`check_output` does of the files of some options, and one file for two of them.
+    """Reject what :func:`check_output` does for several options, and equal files of two options.
 
     Raises:
         ConfigError: with the option, the file and why.
@@ -79,7 +79,7 @@ def check_outputs(outputs: Mapping[str, Path | None], inputs: Iterable[Path] = (
 
 
 def check_plot(path: Path | None) -> None:
-    """Refuse a plot that could not be drawn at the end of a long run.
+    """Reject an impossible plot before a long run.
 
     Raises:
         click.UsageError: of an unknown kind. ConfigError: matplotlib is not installed.
@@ -92,7 +92,7 @@ def check_plot(path: Path | None) -> None:
 
 
 def require_matplotlib(option: str) -> None:
-    """Refuse what draws plots before a long run rather than after.
+    """Raise without matplotlib, before a long run.
 
     Raises:
         ConfigError: matplotlib is not installed.
@@ -104,7 +104,7 @@ def require_matplotlib(option: str) -> None:
 
 
 def check_no_input(option: str, path: Path, inputs: Iterable[Path]) -> None:
-    """Refuse an output that is one of the files to be read, under whatever name.
+    """Reject an output that is an input file, under any name.
 
     Raises:
         ConfigError: with the option and the file.
@@ -115,7 +115,7 @@ def check_no_input(option: str, path: Path, inputs: Iterable[Path]) -> None:
 
 
 def write_json(data: Mapping[str, object], path: Path) -> None:
-    """Write a JSON file, and its folder; what was there before stays until the new one is whole."""
+    """Write a JSON file and its folder atomically."""
     make_folders(path.parent)
     with replacing(path) as file:
         file.write(json.dumps(data, indent=2).encode() + b"\n")

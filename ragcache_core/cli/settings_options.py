@@ -1,4 +1,4 @@
-"""Options that are built from a settings class: names, types, defaults and help are those of its fields."""
+"""Options generated from a settings class: names, types, defaults and help of its fields."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _Command = TypeVar("_Command", bound=Callable[..., Any])
 
 
 class Listed(click.ParamType[Any]):
-    """Several values with commas between them, each once: of ``choices``, or numbers of a type where there are none."""
+    """Comma-separated values, each once: of ``choices``, or numbers of a type."""
 
     name = "list"
 
@@ -51,7 +51,7 @@ def settings_options(
     keeps_unset: bool = False,
     **changes: Mapping[str, Any],
 ) -> Callable[[_Command], _Command]:
-    """Return a decorator that gives a command an option for each field of a settings class.
+    """Return a decorator that adds an option for each field of a settings class.
 
     Args:
         settings: a dataclass or a pydantic model whose fields have docstrings. The help is a field's first sentence,
@@ -82,7 +82,7 @@ def settings_options(
 
 @cache
 def field_helps(settings: type) -> Mapping[str, str]:
-    """Return what the docstrings of a settings class say of its fields, for a terminal."""
+    """Return the help texts of a settings class's fields, from their docstrings."""
     (body,) = (node for node in ast.parse(dedent(inspect.getsource(settings))).body if isinstance(node, ast.ClassDef))
     helps = {}
     for field, text in zip(body.body, body.body[1:], strict=False):
@@ -105,7 +105,7 @@ def _default(settings: type, name: str) -> Any:
 
 
 def _kind(hint: Any) -> tuple[Any, str | None]:
-    """Return the type of an option's value, text where the settings class reads it itself, and what the help shows."""
+    """Return the click type of an option, and its metavar."""
     if get_origin(hint) in (Union, UnionType):
         return _kind(next(each for each in get_args(hint) if each is not type(None)))
     if get_origin(hint) is Literal:
@@ -120,7 +120,7 @@ def _kind(hint: Any) -> tuple[Any, str | None]:
 
 
 def simulation_options(*names: str) -> Callable[[_Command], _Command]:
-    """Return a decorator that gives a command the options of settings: of all, unless some are named."""
+    """Return a decorator that adds the options of SimulationOptions: all, or the named ones."""
     return settings_options(
         SimulationOptions,
         *names,

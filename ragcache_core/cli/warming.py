@@ -1,4 +1,4 @@
-"""What ``ragcache warm`` and ``ragcache index --warm`` do: what is expected, what of it is picked, and the prefill."""
+"""The steps of ``ragcache warm`` and ``ragcache index --warm``: expectation, plan, prefill."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ if TYPE_CHECKING:
 
 
 _MAX_SAMPLED_DOCUMENTS: Final = 2_000
-"""Documents of a store, evenly spread, that are asked about: a search takes about a millisecond."""
+"""Number of evenly spaced documents used as queries: a search takes about a millisecond."""
 _QUESTION_CHARS: Final = 200
 
 _Progress = Callable[[int], object]
 
 
 def retrieved_for(store: StoreReader, questions: Iterable[str], k: int, progress: _Progress) -> list[tuple[DocId, ...]]:
-    """Return what the store's own search finds for each question, the best first; ``progress`` is called for each.
+    """Return the documents that the store's search finds for each question; ``progress`` is called for each.
 
     Raises:
         SearchError, EmptyStoreError
@@ -50,7 +50,7 @@ def retrieved_for(store: StoreReader, questions: Iterable[str], k: int, progress
 
 
 def retrieved_by_popularity(store: StoreReader, k: int, progress: _Progress) -> list[tuple[DocId, ...]]:
-    """Return what is found for the beginning of each of the store's documents, without the document itself.
+    """Return the documents found for the beginning of each stored document, without itself.
 
     It stands for questions that are not known: what is near to much else is found often.
 
@@ -70,12 +70,12 @@ def retrieved_by_popularity(store: StoreReader, k: int, progress: _Progress) -> 
 
 
 def num_popularity_searches(store: StoreReader) -> int:
-    """Return how many searches :func:`retrieved_by_popularity` takes."""
+    """Return the number of searches of :func:`retrieved_by_popularity`."""
     return -(-len(store) // -(-len(store) // _MAX_SAMPLED_DOCUMENTS)) if len(store) else 0
 
 
 def most_retrieved(found: Iterable[tuple[DocId, ...]], num_documents: int) -> list[tuple[DocId, ...]]:
-    """Return what was found, each up to the first document that is not among the ``num_documents`` found most."""
+    """Return each result up to the first document that is not among the ``num_documents`` most found."""
     found = list(found)
     counts = Counter(doc_id for ids in found for doc_id in ids)
     top = {doc_id for doc_id, _ in counts.most_common(num_documents)}
@@ -83,7 +83,7 @@ def most_retrieved(found: Iterable[tuple[DocId, ...]], num_documents: int) -> li
 
 
 def up_to_unknown(ids: tuple[DocId, ...], is_known: Callable[[DocId], bool]) -> tuple[DocId, ...]:
-    """Return the ids before the first that is not known."""
+    """Return the ids before the first unknown one."""
     return ids[: next((i for i, doc_id in enumerate(ids) if not is_known(doc_id)), len(ids))]
 
 
@@ -95,7 +95,7 @@ def _beginning(document: Document) -> str:
 DEFAULT_COST_MODEL = "a10g-mistral-7b"
 _DEFAULT_K = 2
 _REUSED = 0.3
-"""Of a reused chunk, computed again: what a forecast assumes, as ``ragcache advise`` does."""
+"""Recomputed share of a reused chunk in a forecast, as in ``ragcache advise``."""
 _QUESTION_TOKENS = 32
 _APART_S = 10.0  # between requests whose times are unknown
 
@@ -105,27 +105,30 @@ _EXPECTATION_OPTIONS: Final = (
         "--from-log",
         type=click.Path(path_type=Path),
         metavar="FILE",
-        help="Questions that were asked, one a line or as JSON lines; the store's own search finds their documents.",
+        help="Log of questions: plain text with one per line, or JSON lines. The store's search finds their documents.",
     ),
     click.option(
         "--trace",
         type=click.Path(path_type=Path),
         metavar="FILE",
-        help="What was retrieved: a trace (serve --record-trace), or a log that 'ragcache trace import' reads.",
+        help="Log of retrieved documents: a trace of 'ragcache serve --record-trace', or a log that "
+        "'ragcache trace import' reads.",
     ),
     click.option(
         "--top",
         type=click.IntRange(1),
         metavar="N",
-        help="No log: the N documents of the store that are near to most others. [default: all of them]",
+        help="Without a log: the N documents of the store that are nearest to the others. [default: all documents]",
     ),
-    click.option("-k", "--k", type=click.IntRange(1), help="Documents that a prompt shows. [default: 2, if there are]"),
+    click.option(
+        "-k", "--k", type=click.IntRange(1), help="Documents per prompt. [default: 2, or fewer if the store has fewer]"
+    ),
     click.option(
         "--document-order",
         type=click.Choice(["retrieval", "canonical"]),
         default="retrieval",
         show_default=True,
-        help="In which order your prompts show them.",
+        help="Document order of your prompts.",
     ),
     layout_options,
     embedder_option,
@@ -134,7 +137,7 @@ _EXPECTATION_OPTIONS: Final = (
         default=DEFAULT_COST_MODEL,
         show_default=True,
         metavar="NAME|FILE",
-        help="What a prefill costs, as 'ragcache advise' takes it.",
+        help="Cost model of a prefill: a name or a file, as for 'ragcache advise'.",
     ),
 )
 
@@ -155,12 +158,12 @@ def check_sources(settings: Mapping[str, Any]) -> None:
     sources = [name for name in ("from_log", "trace", "top") if settings[name] is not None]
     if len(sources) > 1:
         names = " and ".join(f"--{name.replace('_', '-')}" for name in sources)
-        raise click.UsageError(f"{names} say different things of what will be asked: give one of them.")
+        raise click.UsageError(f"{names} exclude each other: give one of them.")
 
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """What is expected to be retrieved: when, which documents as prompts show them, and how long each question is.
+    """Expected retrievals: times, documents in prompt order, and question lengths.
 
     ``source`` says where that is known from, ``num_unknown`` how many documents of it the store has not.
     """
@@ -174,7 +177,7 @@ class Expected:
 
 @dataclass(frozen=True, slots=True)
 class WarmingPlan:
-    """What is to be prefilled, and what a simulation expects of it.
+    """The documents and prefixes to prefill, and the forecast.
 
     Attributes:
         documents: by their ids.
@@ -211,7 +214,7 @@ def expected_of(
     k: int | None = None,
     order: Order = "retrieval",
 ) -> Expected:
-    """Return what is expected to be retrieved from ``store``: by a log, by a trace, or by what is near to what.
+    """Return the expected retrievals from ``store``: of a log, of a trace, or by similarity of documents.
 
     Raises:
         TraceError: the file is empty, broken, or names no document. ConfigError: none that the store has.
@@ -263,7 +266,7 @@ def _expected_of_trace(store: DocumentStore, path: Path) -> Expected:
     trace = _read_trace(path)
     known = set(store.ids()).intersection(trace.doc_ids)
     if not len(trace.docs):
-        raise TraceError("no request of it retrieves a document: there is nothing to prefill", path)
+        raise TraceError("none of its requests retrieves a document, so there is nothing to prefill", path)
     if not known:
         raise ConfigError(
             f"none of the {len(trace.doc_ids):,} documents of {path} is in {store.path}, {trace.doc_ids[0]!r:.60} for "
@@ -280,7 +283,7 @@ def _expected_of_trace(store: DocumentStore, path: Path) -> Expected:
 
 
 def _read_trace(path: Path) -> Trace:
-    """Return a trace, or that of a log."""
+    """Return a trace, or the trace of a log."""
     from ragcache_core.sim.traces.log_import import Assumptions, import_log
     from ragcache_core.sim.traces.trace import read_trace
 
@@ -305,7 +308,7 @@ def plan_of(
     cost_model: str,
     num_forecasts: int = 1,
 ) -> WarmingPlan:
-    """Return what of ``expected`` an engine is to prefill, with the layout bound to it.
+    """Return the plan of what an engine prefills of ``expected``, with the layout bound to it.
 
     Args:
         engine: its tiers limit the budget, unless it has a shared store without a limit.
@@ -360,8 +363,8 @@ def plan_of(
     if not paths:
         least = system_tokens + min(lengths.values(), default=0)
         raise ConfigError(
-            f"budget is {size_text(budget_tokens * sizes.bytes_per_token)}, less than any document that comes "
-            f"first: {size_text(least * sizes.bytes_per_token)} is the least that is of use"
+            f"budget is {size_text(budget_tokens * sizes.bytes_per_token)}, and the smallest prefix "
+            f"takes {size_text(least * sizes.bytes_per_token)}: raise it"
         )
     below_tokens = sizes.tokens.get("disk", 0) + (budget_tokens if is_unlimited else sizes.tokens.get("shared", 0))
     options = _simulated(stats, {**sizes.tokens, "disk": below_tokens}, system_tokens, cost_model)
@@ -382,7 +385,7 @@ def _question_tokens(question: str | int) -> int:
 
 
 def _simulated(stats: EngineStats, tokens: Mapping[str, int], system_tokens: int, cost_model: str) -> SimulationOptions:
-    """Return the options of a simulated engine with such tiers."""
+    """Return the simulation options of an engine with such tiers."""
     from ragcache_core.policy import POLICIES
     from ragcache_core.sim.options import SimulationOptions
 
@@ -407,7 +410,7 @@ def _simulated(stats: EngineStats, tokens: Mapping[str, int], system_tokens: int
 
 
 def warm_store(store: DocumentStore, url: str, api_key: str | None) -> tuple[dict[str, object], list[str]]:
-    """Warm the server at ``url`` with what is near to what in ``store``; return what was done, and as it is shown.
+    """Prefill documents of ``store`` by similarity on the server at ``url``; return the receipt, and its text.
 
     Raises:
         ConfigError, EngineError
@@ -425,7 +428,7 @@ def warm_store(store: DocumentStore, url: str, api_key: str | None) -> tuple[dic
 def warm_engine(
     engine: Engine, plan: WarmingPlan, on_path: Callable[[WarmingReceipt], object] = lambda _: None
 ) -> WarmingReceipt:
-    """Prefill what was planned; what ends it before says what was done until then.
+    """Prefill the plan; an early end reports the receipt so far.
 
     ``on_path`` is called after each path.
 
@@ -463,7 +466,7 @@ def _so_far(receipt: WarmingReceipt, plan: WarmingPlan) -> str:
 
 
 def lines_of(plan: WarmingPlan, expected: Expected) -> list[str]:
-    """Return a plan as a person reads it."""
+    """Return a plan as text."""
     cold, warmed = plan.forecast.cold, plan.forecast.warm
     num_documents = len({path.doc_ids[-1] for path in plan.paths})
     lines = [
@@ -480,7 +483,7 @@ def lines_of(plan: WarmingPlan, expected: Expected) -> list[str]:
 
 
 def receipt_line(receipt: WarmingReceipt, plan: WarmingPlan) -> str:
-    """Return a receipt as a person reads it."""
+    """Return a receipt as text."""
     left_out = f", {receipt.num_left_out:,} left out that do not fit the context window" * bool(receipt.num_left_out)
     return (
         f"warmed {receipt.num_warmed:,} paths ({receipt.num_tokens:,} tokens, "
@@ -504,6 +507,6 @@ def plan_to_dict(plan: WarmingPlan, expected: Expected) -> dict[str, object]:
 
 
 def size_text(num_bytes: float) -> str:
-    """Return a size as a person reads it."""
+    """Return a size as text."""
     unit, name = (1 << 30, "GiB") if num_bytes >= 1 << 30 else (1 << 20, "MiB")
     return f"{num_bytes / unit:.1f} {name}"

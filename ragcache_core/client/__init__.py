@@ -1,4 +1,4 @@
-"""Launch or join a vLLM server, and ask it."""
+"""Launch a vLLM server or connect to one, and send it requests."""
 
 from ragcache_core.client.engine import Engine
 from ragcache_core.client.engine_client import EngineClient

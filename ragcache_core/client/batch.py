@@ -1,4 +1,4 @@
-"""Answer a batch of prompts: the requests begin in the order of their common prefixes, a few at a time."""
+"""Send a batch of prompts in the order of their common prefixes, a few at a time."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ async def answer_batch(
 
 
 async def run_in_order(order: Sequence[int], run: Callable[[int], Awaitable[None]], max_concurrency: int) -> None:
-    """Run ``run`` for each index, at most ``max_concurrency`` at a time, begun in ``order``.
+    """Call ``run`` for each index of ``order``, at most ``max_concurrency`` at a time.
 
     The first exception ends all of them and is raised, as a cancellation does.
     """
@@ -66,7 +66,7 @@ async def run_in_order(order: Sequence[int], run: Callable[[int], Awaitable[None
 
 
 def prefix_key(prompt: Prompt) -> PrefixKey:
-    """Return what orders a prompt beside others; of something else that is no prompt, an empty key."""
+    """Return the sort key of a prompt, which groups prompts with a common prefix; empty for an invalid prompt."""
     match prompt:
         case str():
             return ("text", prompt)
@@ -78,7 +78,7 @@ def prefix_key(prompt: Prompt) -> PrefixKey:
 
 
 def chat_key(messages: Sequence[ChatMessage], settings: Mapping[str, Any] | None = None) -> PrefixKey:
-    """Return what orders a chat beside others: what its prompt depends on, as far as possible in the prompt's order.
+    """Return the sort key of a chat: the parts of its prompt, as far as possible in the prompt's order.
 
     ``settings`` are the other fields of the request. Of these the model, the salt and the tools separate prefixes.
     """

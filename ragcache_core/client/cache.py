@@ -1,4 +1,4 @@
-"""What is in an engine's cache: shown, pinned, forgotten, and read from disk ahead of a request.
+"""Inspect and manage an engine's cache: list, pin, delete and prefetch documents.
 
 ::
 
@@ -42,10 +42,10 @@ _WAIT_S = 30.0
 
 
 class DocumentDependent(Protocol):
-    """What is kept here of documents, beside the engine's KV: a cache of answers."""
+    """A client-side cache of answers that depend on documents."""
 
     def forget(self, doc_ids: list[DocId]) -> object:
-        """Drop what stands on these documents."""
+        """Delete the answers that were made from these documents."""
         ...
 
 
@@ -69,7 +69,7 @@ class DocumentRoutes:
         return _sum([await self._api.aask(call) for call in self.begin(doc_ids, wait_s)])
 
     def begin(self, doc_ids: Iterable[DocId], wait_s: float) -> list[Call[ForgetReceipt]]:
-        """Have the caches of answers forget, and return what to ask the engine."""
+        """Delete the dependent answers, and return the requests to send to the engine."""
         calls = list(_forgetting(doc_ids, wait_s))
         for answers in list(self.answer_caches):
             answers.forget([doc_id for call in calls for doc_id in (call.body or {})["ids"]])
@@ -77,7 +77,7 @@ class DocumentRoutes:
 
 
 class PrefetchRoute:
-    """Has what is on disk of a prompt read before it is asked. May be used by any thread and any event loop."""
+    """Reads a prompt's blocks from disk into host memory, before the prompt is sent. Thread-safe."""
 
     def __init__(self, api: ServerAPI) -> None:
         self._api = api
@@ -90,7 +90,7 @@ class PrefetchRoute:
         model: str | None = None,
         authorization: str | None = None,
     ) -> int:
-        """Return for how many tokens KV is being read now; 0 where none is on disk alone, or there is no disk.
+        """Return the number of tokens whose KV is being read now; 0 if none of it is only on disk.
 
         Args:
             token_ids: the prompt.
@@ -111,11 +111,11 @@ class PrefetchRoute:
 
 
 class CacheRoutes:
-    """The cache of one server. Each method has an async one beside it. May be used by any thread and event loop.
+    """Inspects and manages the cache of one server. Each method has an async variant. Thread-safe.
 
-    Ids without cached KV are no error: every answer about documents names them as ``unknown``.
-    All of them raise ``RequestRejectedError`` where the server refuses, with what to do, ``ConfigError`` for what is no
-    id, no order or no number, and ``EngineError`` where the server cannot be asked.
+    Ids without cached KV are no error; results list them as ``unknown``. All methods raise ``RequestRejectedError``,
+    with a hint, if the server rejects the call, ``ConfigError`` for invalid arguments, and ``EngineError`` if the
+    server does not answer.
     """
 
     def __init__(self, api: ServerAPI) -> None:
@@ -130,7 +130,7 @@ class CacheRoutes:
         return await self._api.aask(_listing(sort, limit))
 
     def show(self, doc_ids: Iterable[DocId]) -> CacheContents:
-        """Return what is cached of some documents, each with the paths on which it stands."""
+        """Return the cached prefixes of some documents."""
         return self._api.ask(_about("show", doc_ids, CacheContents))
 
     async def ashow(self, doc_ids: Iterable[DocId]) -> CacheContents:
@@ -138,11 +138,11 @@ class CacheRoutes:
         return await self._api.aask(_about("show", doc_ids, CacheContents))
 
     def pin(self, doc_ids: Iterable[DocId]) -> PinReceipt:
-        """Have the paths of documents evicted last, in every tier, until :meth:`unpin`, ``forget`` or :meth:`purge`.
+        """Evict the prefixes of documents last, in every tier, until :meth:`unpin`, ``forget`` or :meth:`purge`.
 
-        Those on which they will stand as well, as far as ``CacheConfig.pinned_share`` allows. Where it does not allow
-        what is there already, nothing is pinned. What is not cached is not pinned, but ``unknown``. Pins end with the
-        engine: after a restart, pin again.
+        Later prefixes of the documents are included, within ``CacheConfig.pinned_share``. If the present ones exceed
+        it, nothing is pinned. Documents without cached KV are ``unknown``. Pins end with the engine: pin again after a
+        restart.
         """
         return self._api.ask(_about("pin", doc_ids, PinReceipt))
 
@@ -151,7 +151,7 @@ class CacheRoutes:
         return await self._api.aask(_about("pin", doc_ids, PinReceipt))
 
     def unpin(self, doc_ids: Iterable[DocId]) -> PinReceipt:
-        """Have documents evicted as any others."""
+        """Evict documents as usual again."""
         return self._api.ask(_about("unpin", doc_ids, PinReceipt))
 
     async def aunpin(self, doc_ids: Iterable[DocId]) -> PinReceipt:
@@ -159,7 +159,7 @@ class CacheRoutes:
         return await self._api.aask(_about("unpin", doc_ids, PinReceipt))
 
     def prefetch(self, doc_ids: Iterable[DocId]) -> PrefetchReceipt:
-        """Have what is on disk alone of documents read into host memory, on all their paths; return at once.
+        """Read the blocks of documents that are only on disk into host memory, and return at once.
 
         ``engine.prefetch`` does so with a prompt.
         """
@@ -170,7 +170,7 @@ class CacheRoutes:
         return await self._api.aask(_about("prefetch", doc_ids, PrefetchReceipt))
 
     def gc(self, *, unused_days: float = 7, dry_run: bool = False) -> CollectedFolders:
-        """Delete the folders in the engine's directory that no engine has open, nor had for that many days.
+        """Delete unused cache namespaces of the engine's directory, which no engine has opened for some days.
 
         They are of other models, weights and releases. With ``dry_run`` they are only named.
         """
@@ -181,7 +181,7 @@ class CacheRoutes:
         return await self._api.aask(_collecting(unused_days, dry_run=dry_run))
 
     def purge(self, *, wait_s: float = _WAIT_S) -> ForgetReceipt:
-        """Remove everything from every tier, as ``engine.forget`` does with documents.
+        """Delete all KV from every tier.
 
         Requests that are being answered keep what they have until they end. Pins end.
         """
@@ -290,7 +290,7 @@ def _read(
     refusal: str = "the engine refuses",
     added: Mapping[str, object] | None = None,
 ) -> _Answer:
-    """Return what a server answers, with ``added`` fields.
+    """Return a server's response as an object of ``kind``, with the fields ``added``.
 
     Raises:
         RequestRejectedError: it refuses. EngineError: it says something else.

@@ -1,4 +1,4 @@
-"""Plan a chat request so that its first token comes in time, by what the engine says of its costs and load.
+"""Choose how a chat request meets its TTFT SLO, from the engine's costs and load.
 
 ::
 
@@ -38,15 +38,15 @@ from ragcache_core.wire import ChunkReuseOption, read_chunk_reuse
 
 _COSTS_TIMEOUT_S = 2.0
 _COSTS_AGAIN_S = 60.0
-"""A server that did not report costs is asked again after so long: another one may be there by then."""
+"""Seconds until costs are read again from a server that did not report them."""
 _LOAD_TIMEOUT_S = 0.1
-"""Asking is a part of what the user waits for."""
+"""Time limit of reading the load, which adds to the user's wait."""
 
 _NO_REUSE = "the engine was started without chunk reuse"
 _COSTS_NOT_REPORTED = "the server did not say what its engine takes"
 _UNSUPPORTED = "the server runs without RAGCache, or with an older one"
 _NUM_REMEMBERED = 256
-_UNKNOWN_PROMPT = "the server does not tell the tokens of this prompt"
+_UNKNOWN_PROMPT = "the server does not report the tokens of this prompt"
 _REFERRED_TO = "documents that the conversation shows already are referred to where they stand"
 _NOT_WANTED = "the request rules it out: chunk_reuse=False"
 _SEPARATE = "requests with a cache_salt or an adapter reuse no chunks"
@@ -55,14 +55,14 @@ logger = logger_of(__name__)
 
 @dataclass(frozen=True, slots=True)
 class EngineCosts:
-    """Prefill times, and chunk reuse; or why they are not known, or not to be had."""
+    """Prefill times and chunk reuse of an engine, or the reason why they are unknown."""
 
     prefill: PrefillCostModel | str
     reuse: MeasuredReuse | str
 
 
 class DeadlineRoutes:
-    """Asks one server. May be used by any thread."""
+    """Reads costs and load from one server. Thread-safe."""
 
     def __init__(self, api: ServerAPI) -> None:
         self._api = api
@@ -71,7 +71,7 @@ class DeadlineRoutes:
         self._retry_at_s = 0.0
 
     def costs(self) -> EngineCosts:
-        """Return the measured costs of the engine's model. Never fails; after a failure it asks once a minute."""
+        """Return the measured costs of the engine's model. Never raises; after a failure it retries once a minute."""
         if self._costs is None and time.monotonic() >= self._retry_at_s:
             try:
                 costs = self._api.ask(
@@ -87,7 +87,7 @@ class DeadlineRoutes:
         return self._costs or self._unknown
 
     def queue_s(self) -> float | None:
-        """Return how long the engine computes for requests that came before; None if it does not say. Never fails."""
+        """Return the seconds of prefill that the engine's queue holds; ``None`` if unknown. Never raises."""
         try:
             return self._api.ask(Call("/v1/ragcache/load", _read_queue, timeout=_LOAD_TIMEOUT_S, is_sent_once=True))
         except (EngineError, ValueError, LookupError, TypeError) as error:
@@ -100,7 +100,7 @@ def _read_queue(response: httpx.Response) -> float:
 
 
 def _read_costs(response: httpx.Response) -> EngineCosts | None:
-    """Return what was measured; ``None`` where there is no such route."""
+    """Return the measured costs; ``None`` if the server has no such route."""
     if response.status_code == 404:
         return None
     data: Any = response.raise_for_status().json()
@@ -115,7 +115,7 @@ def _read_costs(response: httpx.Response) -> EngineCosts | None:
 
 @dataclass(frozen=True, slots=True)
 class _Decision:
-    """What was chosen; ``messages`` are those of another order."""
+    """The chosen document order and chunk reuse; ``messages`` are those of another order."""
 
     option: PromptOption
     report: DeadlineReport
@@ -123,7 +123,7 @@ class _Decision:
 
 
 class DeadlineClient:
-    """Plans requests of one engine. May be used by any thread."""
+    """Plans the requests of one engine that have a TTFT SLO. Thread-safe."""
 
     def __init__(self, prompts: PromptClient, cached: CachedPrefixIndex, routes: DeadlineRoutes) -> None:
         """``cached`` is what the engine has."""
@@ -143,7 +143,7 @@ class DeadlineClient:
         chunk_reuse: ChunkReuseOption = None,
         deduplicates: bool = False,
     ) -> RequestPlan:
-        """Do ``PromptClient.plan_chat``; with a ``ttft_slo`` in seconds so that the first token comes in time.
+        """Return the plan of a chat request; with ``ttft_slo`` in seconds, one that meets it if possible.
 
         Asks the engine what it has to do, for 0.1 s at most. In the scope of a question the same prompt is planned
         once, so that the request is the one that was sent ahead of it.
@@ -193,7 +193,7 @@ class DeadlineClient:
         elif decision.messages is not None:
             moved = planned(decision.messages, chunk_reuse=wish if wish is not None else exactly)
             moved = replace(moved, extra_body={"messages": decision.messages, **moved.extra_body})
-            plan = replace(moved, tool_chat=plan.tool_chat)  # the chat goes on with the messages that it holds
+            plan = replace(moved, tool_chat=plan.tool_chat)  # later turns use the chat's own messages
         return replace(plan, deadline=decision.report)
 
     def _decide(
@@ -207,7 +207,7 @@ class DeadlineClient:
         rules_out_reuse: bool,
         is_reported: bool,
     ) -> _Decision:
-        """Choose how a prompt is shown; ``is_reported``: what the engine tells of its cache is true of this request."""
+        """Choose document order and chunk reuse; ``is_reported``: whether the engine's report covers this request."""
         assert not isinstance(costs.prefill, str)
         assert plan.prompt is not None
         token_ids, segments = plan.prompt.token_ids, plan.prompt.segments
@@ -247,6 +247,6 @@ class DeadlineClient:
 
 
 def _digest(plan: RequestPlan, ttft_slo_s: float, *, rules_out_reuse: bool) -> bytes:
-    """Return what names a prompt and what is asked of it."""
+    """Return a digest of a prompt and its settings."""
     token_ids = array("q", () if plan.prompt is None else plan.prompt.token_ids)
     return hashlib.sha256(f"{ttft_slo_s} {rules_out_reuse} ".encode() + token_ids.tobytes()).digest()

@@ -1,4 +1,4 @@
-"""The engine: launch vLLM's server as a child, or connect to one that runs elsewhere; send it requests; end it."""
+"""The engine: launch vLLM's server as a child process or connect to a running one, send it requests, and stop it."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Engine(EngineClient):
         is_for_requests: bool = True,
         log_path: Path | None = None,
     ) -> None:
-        """Join the server at ``base_url``; use :meth:`launch` or :meth:`connect` instead.
+        """Connect to the server at ``base_url``; use :meth:`launch` or :meth:`connect` instead.
 
         Unless it ``is_for_requests``, nothing is imported for them yet. :meth:`close` ends the ``watch``.
         """
@@ -116,39 +116,42 @@ class Engine(EngineClient):
 
         Args:
             model: a folder in Hugging Face format, or a name of the hub.
-            cache: what to keep; ``None`` runs plain vLLM, a :class:`VLLMOffload` vLLM with its own offloading.
-            host: where to listen; by default loopback.
-            port: where to listen; by default a free one.
-            api_key: the key to ask for; by default a random one.
+            cache: cache settings; ``None`` runs plain vLLM, a :class:`VLLMOffload` vLLM with its own offloading.
+            host: address to listen on; by default loopback.
+            port: port to listen on; by default a free one.
+            api_key: the key that clients must send; by default a random one.
             tokenizer: folder or name of the server's tokenizer, if it is not the model's.
-            startup_timeout_s: seconds that loading may go without progress (600): without a line in its log that was
-                not there before, and without 16 MiB that are read or written.
-            max_restarts: how often (3) the server is started again within ``restart_window_s`` seconds (600), if it
-                dies or hangs. A request in flight before its first token is sent again; afterwards a stream continues
-                where it was cut, and fails with :class:`EngineDiedError` if it cannot.
-            hang_timeout_s: an engine hangs that answers nothing for that many seconds (30), while one of its processes
-                uses no processor time; ``None`` never looks.
-            first_token_timeout_s: a streamed request that has no token by then is cancelled and sent once more.
-                ``"auto"``: one second before the request's own time-out, if that is at least 600 s. ``None``: never.
+            startup_timeout_s: maximum seconds (600) of loading without progress: no new log line, and less than 16 MiB
+                read or written.
+            max_restarts: maximum number of restarts (3) after a crash or hang, within ``restart_window_s`` seconds
+                (600). A request in flight before its first token is sent again; afterwards a stream continues where it
+                was cut, and fails with :class:`EngineDiedError` if it cannot.
+            hang_timeout_s: seconds (30) without an answer, and without CPU time of one of its processes, after which an
+                engine counts as hung; ``None`` disables the check.
+            first_token_timeout_s: seconds after which a streamed request without a token is cancelled and sent once
+                more. ``"auto"``: one second before the request's own time-out, if that is at least 600 s. ``None``:
+                never.
             resume_streams: which streamed answers continue after a failure of their engine: ``"all"``; ``"greedy"``,
                 which continue exactly; ``"off"``. A sampled answer continues with another random state, and its
                 statistics say so (``num_resumes``, ``is_resampled``).
-            log_path: the server's log, kept; by default a new file in the user's log folder, or standard error
-                where that cannot be written to.
+            log_path: file of the server's log; by default a new file in the user's log folder, or standard error if
+                that cannot be written.
             log_format: ``"json"`` writes an object for each line: time, level, process and message.
-            progress: draw a progress bar on stderr; by default on a terminal. A function is told each stage instead.
+            progress: draw a progress bar on stderr; by default on a terminal. A function is called with each stage
+                instead.
             env: variables added to the server's environment.
-            extra_args: arguments of vLLM's server as they are, ``["--max-model-len", "2048"]``.
-            cancel: set it in another thread to give the launch up.
+            extra_args: arguments of vLLM's server, passed unchanged, ``["--max-model-len", "2048"]``.
+            cancel: event that cancels the launch when another thread sets it.
             data_parallel_size: number of servers to start, returned as a :class:`Fleet`. Each has its own GPUs, a part
                 of host memory and disk, and its own port, from ``port`` on.
             **settings: those above, and arguments of vLLM's server with underscores, ``max_model_len=2048``.
 
         Raises:
-            EngineStartError: no model there, the port is taken, or the server ended or got stuck before it was ready.
-            EngineClosedError: the launch was given up.
+            EngineStartError: the model does not exist, the port is in use, or the server ended or hung before it was
+                ready.
+            EngineClosedError: the launch was cancelled.
             ConfigError: an argument that is a setting of ``launch`` or ``CacheConfig``, that vLLM does not have, or
-                that is of another type; a time that cannot work.
+                that is of another type; an invalid time.
         """
         launch = LaunchSettings.of(model, settings)
         policy = RetryPolicy(launch.first_token_timeout_s, cast("ResumeStreams", launch.resume_streams))
@@ -195,7 +198,7 @@ class Engine(EngineClient):
 
     @classmethod
     async def alaunch(cls, model: str, **settings: Any) -> Any:
-        """Do :meth:`launch` without blocking the event loop. If it is cancelled, the server is ended."""
+        """Do :meth:`launch` without blocking the event loop. Cancellation stops the server."""
         cancel = threading.Event()
 
         def launch() -> Any:
@@ -227,21 +230,21 @@ class Engine(EngineClient):
     ) -> Self:
         """Connect to a running server at ``http://host:port`` (with or without ``/v1``).
 
-        A request whose server goes away before its first token is sent again once the server is back. It waits up to
-        ``restart_timeout_s`` seconds (0: not at all; ``None``: as long as for an answer), and a warning is logged. An
-        engine that hangs is reported with :class:`EngineHungError`: by RAGCache's server, or where the server does not
-        answer for ``hang_timeout_s`` seconds. ``first_token_timeout_s`` and ``resume_streams`` are those of
+        A request whose server goes away before its first token is sent again when the server is back. It waits up to
+        ``restart_timeout_s`` seconds (0: not at all; ``None``: up to the request's time-out), and a warning is logged.
+        :class:`EngineHungError` reports a hung engine: RAGCache's server detects it, or the server does not answer for
+        ``hang_timeout_s`` seconds. ``first_token_timeout_s`` and ``resume_streams`` are those of
         :meth:`launch`.
 
-        Documents are found in prompts by their texts, and the server finds their tokens. One without RAGCache does not:
-        requests still work, but statistics do not name their documents. With ``tokenizer=False`` the packages that
-        requests need are imported by the first one: for statistics only.
+        Documents are recognised in prompts by their texts, and the server finds their tokens. With a server without
+        RAGCache, requests work, but statistics do not name their documents. ``tokenizer=False`` imports the packages
+        for requests at the first request only, which is faster for reading statistics.
 
         Raises:
-            EngineUnreachableError: nothing answers there within ``timeout_s`` seconds.
+            EngineUnreachableError: no server answers within ``timeout_s`` seconds.
             EngineAuthError: the key is wrong or missing.
-            EngineError: what answers is not a vLLM server.
-            ConfigError: a time that cannot work, or ``tokenizer`` names one.
+            EngineError: the server is not a vLLM server.
+            ConfigError: an invalid time, or a ``tokenizer``.
         """
         check_tokenizer(tokenizer)
         if not isinstance(url, str):
@@ -274,7 +277,7 @@ class Engine(EngineClient):
         return self._server.pid if isinstance(self._server, Supervisor) else None
 
     def num_restarts(self) -> int:
-        """Return how often a launched server was started again after it had died. Asks the server nothing.
+        """Return the number of restarts of a launched server. Sends no request.
 
         Raises:
             EngineDiedError: it died, and is not started again any more.
@@ -284,7 +287,7 @@ class Engine(EngineClient):
         return self._server.run - 1
 
     def drain(self, timeout_s: float) -> bool:
-        """Reject new requests, and wait for running ones; call :meth:`close` afterwards.
+        """Reject new requests and wait for the running ones; call :meth:`close` afterwards.
 
         New requests get status 503 with ``Retry-After``, and so does ``/ready``. Return whether all running requests
         ended in time; plain vLLM cannot be drained.
@@ -301,7 +304,7 @@ class Engine(EngineClient):
             time.sleep(_DRAIN_POLL_S)
 
     def close(self, grace_s: float = GRACE_S) -> None:
-        """Close the connections, and end a launched server with everything it started.
+        """Close the connections; stop a launched server and all of its processes.
 
         May be called twice, by several threads (each returns when it is done), and again after an interruption.
         """
@@ -316,15 +319,16 @@ class Engine(EngineClient):
 
 
 def check_tokenizer(tokenizer: object) -> None:
-    """Refuse a client-side tokenizer, which there was in former releases.
+    """Reject a client-side tokenizer, which former releases had.
 
     Raises:
         ConfigError: ``tokenizer`` names one.
     """
     if tokenizer is not None and tokenizer is not False:
         raise ConfigError(
-            f"tokenizer is {quoted(tokenizer)}, but clients tokenise nothing: leave it out. The server finds the "
-            "tokens of documents; to serve with another tokenizer, start the server with --tokenizer"
+            f"tokenizer is {quoted(tokenizer)}, but a client takes no tokenizer: leave it out. "
+            "The server tokenises; to serve with another tokenizer, start the server with "
+            "--tokenizer"
         )
 
 

@@ -1,4 +1,4 @@
-"""Asking a server: generation, statistics, prompts, and the parts that integrations of frameworks use."""
+"""The client of one server: generation, statistics, prompts, and the parts that framework integrations use."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ _TIMEOUT = httpx.Timeout(600.0, connect=10.0)
 
 @dataclass(frozen=True, slots=True)
 class Integration:
-    """What an integration of a framework needs of an engine, besides what applications use."""
+    """The parts of an engine that framework integrations use, beside its public methods."""
 
     prompts: PromptClient
     speculation: SpeculationClient
@@ -80,17 +80,17 @@ class Integration:
 
 
 class EngineClient(Handle, ABC):
-    """Requests to a running server. Its methods may be called by any thread, the async ones from any loop.
+    """Sends requests to a running server. Thread-safe; the async methods work in any event loop.
 
-    A fork of the process has no threads of its parent: there every call raises ``EngineForkedError``, and ``close``
+    In a fork of the process, which lacks its parent's threads, every call raises ``EngineForkedError``, and ``close``
     does nothing.
 
     Attributes:
         model: the name under which the server serves its model.
         base_url: the root of its OpenAI protocol, ``http://host:port/v1``.
-        api_key: the key that it asks for.
+        api_key: the server's API key.
         max_model_len: its context window in tokens.
-        cache: what the server has cached, to look into and act upon.
+        cache: inspects and manages the server's cache.
         integration: the parts that integrations of frameworks use.
     """
 
@@ -108,7 +108,7 @@ class EngineClient(Handle, ABC):
         replicas: Replicas | None = None,
         cached_prefixes: CachedPrefixIndex | None = None,
     ) -> None:
-        """Make the clients, and ask nothing yet: :meth:`_handshake` does. ``watch`` knows how the server is.
+        """Create the HTTP clients without a request; :meth:`_handshake` sends the first. ``watch`` monitors the server.
 
         A fleet's ``replicas`` get the requests to ``base_url``, which is nowhere, and ``cached_prefixes`` are theirs.
         """
@@ -134,7 +134,7 @@ class EngineClient(Handle, ABC):
 
     @property
     def integration(self) -> Integration:
-        """The parts that integrations of frameworks use.
+        """The parts that framework integrations use.
 
         Raises:
             EngineForkedError: this is a fork of the process that made the engine.
@@ -155,7 +155,7 @@ class EngineClient(Handle, ABC):
         return AsyncOpenAI(base_url=self.base_url, api_key=self.api_key, http_client=self._http_async, max_retries=0)
 
     def _handshake(self, *, is_for_requests: bool = True) -> None:
-        """Ask the server about itself. Unless it ``is_for_requests``, import nothing for requests yet."""
+        """Read the server's model and features. Without ``is_for_requests``, do not import the packages of requests."""
         server = self._api
         card = server.model_card()
         self.model, self.max_model_len = card.name, card.max_model_len
@@ -196,7 +196,7 @@ class EngineClient(Handle, ABC):
 
     @abstractmethod
     def close(self, grace_s: float = GRACE_S) -> None:
-        """Close the connections, and end what was launched."""
+        """Close the connections, and stop a launched server."""
 
     async def aclose(self) -> None:
         """Do :meth:`close` without blocking the event loop."""
@@ -246,7 +246,7 @@ class EngineClient(Handle, ABC):
         chunk_reuse: ChunkReuseOption = None,
         **sampling: Any,
     ) -> Generator[GenerationChunk]:
-        """Yield the answer to ``prompt`` as it is generated; closing the iterator ends the request in the engine.
+        """Yield the answer to ``prompt`` as it is generated; closing the iterator cancels the request in the engine.
 
         Args:
             prompt: a text to continue, a :class:`RenderedPrompt`, or messages of the OpenAI protocol.
@@ -283,7 +283,7 @@ class EngineClient(Handle, ABC):
         chunk_reuse: ChunkReuseOption = None,
         **sampling: Any,
     ) -> Generation:
-        """Return the whole answer to ``prompt``; see :meth:`stream`. Cancelling it ends the request in the engine."""
+        """Return the whole answer to ``prompt``; see :meth:`stream`. Cancellation cancels the request in the engine."""
         check_one_answer(sampling)
         request_options = {"max_tokens": max_tokens, "temperature": temperature, "chunk_reuse": chunk_reuse, **sampling}
         async with aclosing(self.astream(prompt, **request_options)) as chunks:
@@ -358,11 +358,11 @@ class EngineClient(Handle, ABC):
     async def abatch(
         self, prompts: Sequence[Prompt], *, return_exceptions: bool = False, **options: Any
     ) -> list[Generation] | list[Generation | Exception]:
-        """Return the whole answers to ``prompts``; see :meth:`batch`. Cancelling it ends its requests."""
+        """Return the whole answers to ``prompts``; see :meth:`batch`. Cancelling the task cancels its requests."""
         return await answer_batch(self.agenerate, prompts, return_exceptions=return_exceptions, **options)
 
     def stats(self) -> EngineStats:
-        """Return the server's counters, and those of its cache unless it is plain vLLM.
+        """Return the server's counters, and those of its cache if it runs RAGCache.
 
         Who has a tenant's key is told of his own cache alone.
         """
@@ -375,7 +375,7 @@ class EngineClient(Handle, ABC):
     # Documents
 
     def forget(self, doc_ids: Iterable[DocId], *, wait_s: float = 30.0) -> ForgetReceipt:
-        """Delete the KV of documents from GPU, host memory, disk and chunk reuse, and the KV behind them.
+        """Delete the KV of documents, and of the text behind them in prompts, from all tiers and from chunk reuse.
 
         When this returns, no request hits it. When the receipt ``is_complete``, no file of the cache holds a byte of
         it. Running requests keep their blocks until they finish. Documents are known by the ids that requests sent,
@@ -396,7 +396,7 @@ class EngineClient(Handle, ABC):
         return self._documents.forget(doc_ids, wait_s)
 
     async def aforget(self, doc_ids: Iterable[DocId], *, wait_s: float = 30.0) -> ForgetReceipt:
-        """Remove the KV of documents; see :meth:`forget`."""
+        """Delete the KV of documents; see :meth:`forget`."""
         doc_ids = listed(doc_ids)
         self._registrations.forget(doc_ids)
         return await self._documents.aforget(doc_ids, wait_s)
@@ -466,12 +466,12 @@ class EngineClient(Handle, ABC):
         Args:
             paths: prefixes, as documents in prompt order, each with the number of the next 1,000 requests that are
                 expected to begin with it. A prefix comes after its own beginning.
-            prompt: what :meth:`bind_prompt` returned; by default the one that is bound.
+            prompt: a prompt of :meth:`bind_prompt`; by default the bound one.
             on_path: called after each prefix with the receipt so far.
 
         Raises:
             ConfigError: no prompt is bound, or it shows the question first, or a number of uses is out of bounds.
-            EngineError: the engine takes no speculative requests, or went away: call again to go on.
+            EngineError: the engine accepts no speculative requests, or went away: call again to continue.
         """
         bound = check_bound(prompt or self.integration.prompts.bound_prompt)
         return self._warming.warm(paths, bound, self.stats(), on_path)
@@ -479,7 +479,7 @@ class EngineClient(Handle, ABC):
     def _warming_prompts(
         self, documents: Iterable[Document], prompt: Callable[[Document], Prompt] | None
     ) -> tuple[list[Prompt], dict[str, Any]]:
-        """Return what to prefill, and the settings of the requests that will show it."""
+        """Return the prompts to prefill, and the settings of the requests that will show them."""
         bound = self.integration.prompts.bound_prompt
         if prompt is None and bound is None:
             raise ConfigError(
@@ -500,7 +500,7 @@ class EngineClient(Handle, ABC):
         A later prompt that begins with the same tokens hits them there. They are evicted as usual.
 
         Args:
-            prompt: as that of :meth:`stream`; what comes after the documents need not be in it.
+            prompt: a prompt as for :meth:`stream`; text after the documents may be missing.
             cache_salt: of the later request.
             model: of the later request. KV of adapters is not on disk.
 
@@ -509,7 +509,7 @@ class EngineClient(Handle, ABC):
             host memory, and without a disk tier.
 
         Raises:
-            EngineError: the server cannot be asked.
+            EngineError: the server does not answer.
             PromptTooLongError: it does not fit into the context window.
             TokenizerUnavailableError, ConfigError: see :meth:`tokenize`.
         """
@@ -535,15 +535,15 @@ class EngineClient(Handle, ABC):
 
     @property
     def tokenizer(self) -> ServerTokenizer:
-        """The server's tokenizer and chat template, which are asked over HTTP. Its calls block."""
+        """The server's tokenizer and chat template, used over HTTP. Its calls block."""
         return self.integration.prompts.tokenizer
 
     def tokenize(self, prompt: str | Sequence[ChatMessage]) -> list[int]:
-        """Return the token ids of a text (with the model's special tokens) or of messages, as the server has them.
+        """Return the server's token ids of a text (with the model's special tokens) or of messages.
 
         Raises:
-            TokenizerUnavailableError: the server does not tell them. EngineError: it cannot be asked.
-            ConfigError: it is no Unicode text, or no prompt.
+            TokenizerUnavailableError: the server does not report tokens. EngineError: it does not answer.
+            ConfigError: invalid Unicode, or not a prompt.
         """
         check_prompt(prompt)
         return self.integration.prompts.tokenize(prompt)
@@ -555,7 +555,7 @@ class EngineClient(Handle, ABC):
         *,
         query: str | None = None,
     ) -> None:
-        """Remember retrieved documents, which later chat requests show: they are recognised by their text.
+        """Remember retrieved documents, so that later chat requests recognise them by their text.
 
         ``documents`` are those of one search, best first, and ``query`` is the question; ``shown`` returns a document's
         text as the prompt shows it. From the request that shows them the prompt's layout is learned, unless one is
@@ -577,9 +577,9 @@ class EngineClient(Handle, ABC):
         is_prefilled: bool = True,
         settings: Mapping[str, Any] | None = None,
     ) -> BoundPrompt:
-        """Return the prompt of a chain whose documents may be prefilled while they are still searched for.
+        """Return the prompt of a chain, whose documents can be prefilled during their search.
 
-        Of one that shows the question before the documents only the static part can be prefilled; a warning says so.
+        If the prompt shows the question before the documents, only its static part can be prefilled, with a warning.
 
         Args:
             prompt: a prompt template of LangChain or LlamaIndex, a ``PromptLayout``, or a function of context and
@@ -587,14 +587,14 @@ class EngineClient(Handle, ABC):
             format_docs: makes the context of the framework's documents, as in the chain. A ``PromptLayout`` needs none.
             context: the template's name of the documents (LlamaIndex: ``context_str``).
             question: the template's name of the question (LlamaIndex: ``query_str``).
-            is_default: it is the prompt of every retriever that has none of its own.
-            is_prefilled: only a prefill is asked ahead of a search's end; a whole answer needs no warning.
-            settings: those of the requests that will show it which separate their KV:
+            is_default: whether all retrievers without a prompt use it.
+            is_prefilled: whether only a prefill is speculative; a whole answer needs no warning.
+            settings: settings of the later requests that separate KV:
                 ``{"model": "my-adapter", "extra_body": {"cache_salt": "tenant-a"}}``. By default those of the requests
-                so far; where these differ, nothing is prefilled.
+                so far; if these differ, nothing is prefilled.
 
         Raises:
-            ConfigError: ``prompt`` cannot make messages of these variables.
+            ConfigError: ``prompt`` does not accept these variables.
         """
         return self.integration.prompts.bind_prompt(
             prompt,
@@ -614,31 +614,31 @@ class EngineClient(Handle, ABC):
         keep_first: bool = False,
         prefix: bytes | None = None,
     ) -> Arrangement:
-        """Return retrieved documents, the best first, in the order in which a prompt should show them.
+        """Return retrieved documents, the best first, in the order in which the prompt should show them.
 
-        ``cache_aware`` goes by a local copy of what the engine has cached, which the first call begins to fetch; until
-        it is there, and whenever the connection is lost, the documents stay as they are. Never waits for the server.
+        ``cache_aware`` uses a client-side copy of the engine's cached prefixes, which the first call begins to fetch.
+        Until it arrives, and after a lost connection, documents keep their order. Never waits for the server.
 
         Args:
-            documents: what was retrieved, the best first.
+            documents: retrieved documents, the best first.
             order: ``retrieval``, ``canonical`` or ``cache_aware``.
-            keep_first: the best document stays in front.
-            prefix: :func:`~ragcache_core.ordering.static_prefix_digest` of the prompt; without it the prefixes that
-                the engine has seen last are tried.
+            keep_first: whether the best document stays first.
+            prefix: :func:`~ragcache_core.ordering.static_prefix_digest` of the prompt; without it the engine's most
+                recent prefixes are tried.
 
         Raises:
-            ValueError: there is no such order.
+            ValueError: unknown order.
         """
         return self.integration.ordering.arrange(documents, order, keep_first=keep_first, prefix=prefix)
 
     # For clients of other makes
 
     def http_client(self) -> httpx.Client:
-        """Return the client for requests to the server, which are sent again after a restart. The engine closes it."""
+        """Return an HTTP client for the server that retries requests after a restart. The engine closes it."""
         return self._http
 
     def http_async_client(self) -> httpx.AsyncClient:
-        """Return the asynchronous client, good for any event loop. The engine closes it."""
+        """Return the asynchronous HTTP client, for any event loop. The engine closes it."""
         return self._http_async
 
     def __repr__(self) -> str:

@@ -1,4 +1,4 @@
-"""Answers as they come: a stream of pieces of text whose last one holds the request's statistics."""
+"""Streamed answers: pieces of text; the last one has the request's statistics."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Generation:
 
 
 def check_settings(names: Iterable[str], *, is_chat: bool) -> None:
-    """Refuse settings of a request that the OpenAI SDK does not take, with those that it does.
+    """Reject request settings that the OpenAI SDK does not have, and list those that it has.
 
     Raises:
         ConfigError: there are some.
@@ -50,7 +50,7 @@ def check_settings(names: Iterable[str], *, is_chat: bool) -> None:
 
 
 def check_prompt(prompt: object) -> None:
-    """Refuse what is not one prompt.
+    """Reject anything but one prompt.
 
     Raises:
         ConfigError: it is neither a text, nor a rendered prompt, nor messages.
@@ -69,7 +69,7 @@ def check_prompt(prompt: object) -> None:
 
 
 def check_one_answer(settings: Mapping[str, Any]) -> None:
-    """Refuse a request for several answers where one text is returned.
+    """Reject a request for several answers where one text is returned.
 
     Raises:
         ConfigError: ``n`` is larger than 1, or ``extra_body`` is not a mapping.
@@ -80,7 +80,7 @@ def check_one_answer(settings: Mapping[str, Any]) -> None:
 
 
 def first_choice(choices: Sequence[Any]) -> Any | None:
-    """Return the choice with index 0 of a streamed event; ``None`` where it holds a part of another answer alone."""
+    """Return the choice with index 0 of a streamed event; ``None`` if the event has only other choices."""
     return next((choice for choice in choices if not choice.index), None)
 
 
@@ -93,7 +93,7 @@ def _settings_of(is_chat: bool) -> frozenset[str]:
 
 
 def streamed_body(prompt: Prompt, plan: RequestPlan, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a streamed request to the OpenAI SDK: with ``messages`` to chat, with ``prompt`` else."""
+    """Return the arguments of a streamed request to the OpenAI SDK: a chat with ``messages``, else a completion."""
     body: dict[str, Any] = {
         "stream": True,
         "stream_options": {"include_usage": True},
@@ -111,7 +111,7 @@ def streamed_body(prompt: Prompt, plan: RequestPlan, settings: Mapping[str, Any]
 
 
 class AnswerReader:
-    """Reads the events of one streamed completion or chat completion; keeps its times, its usage and its id."""
+    """Reads the events of one streamed completion or chat; records times, usage and id."""
 
     def __init__(self, plan: RequestPlan) -> None:
         self.response_id: str | None = None
@@ -122,7 +122,7 @@ class AnswerReader:
         self._finish_reason: str | None = None
 
     def read(self, event: Any) -> GenerationChunk | None:
-        """Return the piece of text that an event of the OpenAI SDK brings, if it brings any."""
+        """Return the text of an event of the OpenAI SDK; ``None`` if it has none."""
         self.response_id = event.id
         if event.usage is not None:
             self._usage = event.usage.model_dump()
@@ -138,23 +138,23 @@ class AnswerReader:
         return GenerationChunk(text)
 
     def stats(self) -> RequestStats:
-        """Return what was measured of the answer, and what the server counted.
+        """Return the measured times and the server's counts of the answer.
 
         Raises:
             EngineDiedError: the stream ended before the answer did.
         """
         if self._finish_reason is None:
-            raise EngineDiedError("the engine's answer ended in the middle: ask again")
+            raise EngineDiedError("the engine ended the answer early: send the request again")
         total_s = time.perf_counter() - self._started_s
         return self._plan.stats(self._usage, ttft_s=self._ttft_s, total_s=total_s)
 
     def last(self, stats: RequestStats) -> GenerationChunk:
-        """Return the chunk that ends the answer."""
+        """Return the last chunk of the answer."""
         return GenerationChunk("", self._finish_reason, stats)
 
 
 def join_chunks(chunks: Sequence[GenerationChunk]) -> Generation:
-    """Return the answer that a finished stream adds up to."""
+    """Return the whole answer of a finished stream."""
     last = chunks[-1]
     assert last.stats is not None, "the stream was not read to its end"
     assert last.finish_reason is not None

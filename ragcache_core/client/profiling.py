@@ -1,4 +1,4 @@
-"""Measure on a running engine how long a prefill takes, by cached and new tokens."""
+"""Measure the prefill time of a running engine by cached and new tokens."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _LOGGED_DTYPE = re.compile(r"Initializing a V1 LLM engine.*?\bdtype=torch\.(\w+)
 
 @dataclass(frozen=True, slots=True)
 class TimedAnswer:
-    """How long a prompt took, and how many of its tokens were in the engine's own KV memory."""
+    """The duration of a prompt, and the number of its tokens hit in the GPU KV cache."""
 
     time_s: float
     num_cached_tokens: int
@@ -44,14 +44,14 @@ Ask = Callable[[Sequence[int]], TimedAnswer]
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """The lengths to measure: every pair whose prompt has at most ``max_tokens`` tokens."""
+    """The lengths to measure: all pairs whose prompt has at most ``max_tokens`` tokens."""
 
     cached_tokens: tuple[int, ...]
     new_tokens: tuple[int, ...]
     max_tokens: int
 
     def new_behind(self, num_cached_tokens: int) -> tuple[int, ...]:
-        """Return the new lengths that fit behind ``num_cached_tokens``."""
+        """Return the new lengths that fit after ``num_cached_tokens``."""
         return tuple(new for new in self.new_tokens if num_cached_tokens + new <= self.max_tokens)
 
     def points(self) -> tuple[tuple[int, int], ...]:
@@ -59,7 +59,7 @@ class Grid:
         return tuple((cached, new) for cached in self.cached_tokens for new in self.new_behind(cached))
 
     def num_tokens(self, num_repeats: int) -> int:
-        """Return how many tokens the engine computes for it."""
+        """Return the number of tokens that the engine computes for the grid."""
         return self.max_tokens + num_repeats * (sum(self.cached_tokens) + sum(new for _, new in self.points()))
 
 
@@ -83,7 +83,7 @@ class Measurement:
 
 @dataclass(frozen=True, slots=True)
 class EngineFacts:
-    """What a server says of itself: where its model came from, how long a prompt can be, its version.
+    """Model source, maximum prompt length and version of a server.
 
     ``token_ids`` are ids of ordinary text, to make prompts of.
     """
@@ -114,7 +114,7 @@ def make_grid(*, block_size: int, max_tokens: int) -> Grid:
 
 
 def read_facts(engine: Engine) -> EngineFacts:
-    """Return what profiling must know of ``engine``.
+    """Return the facts about ``engine`` that profiling needs.
 
     Raises:
         EngineError: it is busy, or not a vLLM server that tells.
@@ -147,7 +147,7 @@ def read_facts(engine: Engine) -> EngineFacts:
 
 
 def asker(engine: Engine) -> Ask:
-    """Return what asks ``engine``."""
+    """Return a function that sends a prompt to ``engine`` and times it."""
 
     def ask(token_ids: Sequence[int]) -> TimedAnswer:
         stats = engine.generate(RenderedPrompt((), tuple(token_ids), ()), max_tokens=1).stats
@@ -166,7 +166,7 @@ def measure(
     rng: random.Random,
     report: Callable[[int], object],
 ) -> tuple[Measurement, ...]:
-    """Return the times of every point of ``grid``, each ``num_repeats`` times with tokens of its own.
+    """Return the times of every point of ``grid``, each measured ``num_repeats`` times with different tokens.
 
     A prefix is put into the engine's cache by a request of its own and is then used by every point of its row; the
     engine frees it last, so that it stays in GPU memory, whatever tiers lie below. ``report`` is told how many tokens
@@ -196,12 +196,12 @@ def measure(
 
 
 def cost_model(measurements: Sequence[Measurement]) -> PrefillCostModel:
-    """Return the model that interpolates the medians of ``measurements``."""
+    """Return the cost model that interpolates the medians of ``measurements``."""
     return PrefillCostModel.from_measured({(m.num_cached_tokens, m.num_new_tokens): m.median_s for m in measurements})
 
 
 def logged_dtype(log_path: Path | None) -> str:
-    """Return the data type that a launched server computes with, as it logs it; ``unknown`` without a log to read."""
+    """Return the data type in the log of a launched server; ``unknown`` without a log."""
     if log_path is None or is_stream(log_path):
         return "unknown"
     found = _LOGGED_DTYPE.search(log_path.read_text(encoding="utf-8", errors="replace"))
@@ -224,7 +224,7 @@ def _time_behind(ask: Ask, prefix: list[int], num_new_tokens: int, fresh: Callab
 
 
 def _doubling(first: int, last: int) -> tuple[int, ...]:
-    """Return ``first`` and its doubles, and ``last`` in the place of one that lies close to it."""
+    """Return ``first`` and its doubles up to ``last``, which replaces a value close to it."""
     values = []
     while first * 1.5 <= last:
         values.append(first)
@@ -234,14 +234,14 @@ def _doubling(first: int, last: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class TierSizes:
-    """How many tokens of KV each tier holds that works, by its name from the fastest on, and the bytes of a token."""
+    """Size of each working tier in tokens, from the fastest on, and the bytes of a token."""
 
     tokens: dict[str, int]
     bytes_per_token: float
 
 
 def tier_sizes(engine: Engine) -> TierSizes:
-    """Return how much the tiers of ``engine`` hold.
+    """Return the tier sizes of ``engine``.
 
     Raises:
         EngineError: it is plain vLLM, or cannot be asked.

@@ -1,4 +1,4 @@
-"""Measure on a running engine what its steps take beside a single prefill: answers at once, requests, loads."""
+"""Measure step times of a running engine with several requests: decoding, requests, loads."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Together = Callable[[Sequence[Sequence[int]], int], float]
 
 
 def asker_together(engine: Engine) -> Together:
-    """Return what asks ``engine`` several prompts at once."""
+    """Return a function that sends several prompts to ``engine`` at once."""
 
     def ask(prompt: Sequence[int], max_tokens: int) -> None:
         rendered = RenderedPrompt((), tuple(prompt), ())
@@ -42,7 +42,7 @@ def asker_together(engine: Engine) -> Together:
 def measure_steps(
     together: Together, token_ids: Sequence[int], *, block_size: int, num_repeats: int, rng: random.Random
 ) -> StepTimes:
-    """Return what steps take: of one answer, of several at once, and of a request whose prompt is all but cached.
+    """Return step times: of one answer, of several at once, and of a request whose prompt is almost fully cached.
 
     ::
 
@@ -68,7 +68,7 @@ def measure_steps(
 def measure_loads(
     ask: Ask, token_ids: Sequence[int], *, num_kv_tokens: int, block_size: int, num_repeats: int, rng: random.Random
 ) -> float:
-    """Return how many tokens' KV comes from host memory to the engine in a second.
+    """Return the tokens per second that the engine loads from host memory.
 
     Of vLLM with its own host memory. A prompt is put into the cache, pushed out of KV memory by more tokens than that
     holds, and asked again: by how much longer that takes than with KV in the engine is its load.

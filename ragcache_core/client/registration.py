@@ -95,7 +95,7 @@ class DocumentRegistrations:
                 return
 
     def saw(self, epoch: str | None) -> None:
-        """Record the server's registry: a new one has none of the documents that were registered here."""
+        """Record the server's registry; documents registered with a former one are gone."""
         with self._lock:
             if epoch is None or epoch in self._epochs:
                 return
@@ -113,13 +113,13 @@ class DocumentRegistrations:
             )
 
     def forget(self, doc_ids: Iterable[DocId]) -> None:
-        """Register documents again when they are given again: the server has forgotten them."""
+        """Register the documents again when they are used again, as the server lost them."""
         with self._lock:
             for doc_id in doc_ids:
                 self._sent.pop(doc_id, None)
 
     def close(self) -> None:
-        """End the thread; documents that wait are left out."""
+        """Stop the thread; waiting documents are not registered."""
         with self._lock:
             self._is_closed, thread = True, self._thread
         if thread is None:

@@ -1,4 +1,4 @@
-"""One server's HTTP routes: how blocking and asynchronous code asks them, and the handshake with the server."""
+"""The HTTP routes of one server: blocking and asynchronous requests, and the handshake."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from ragcache_core.client.http.errors import translate_errors
 from ragcache_core.errors import EngineAuthError, EngineError
 
 _LAZY = ("openai.resources", "anyio._backends._asyncio")
-"""What openai needs for its first request, and httpx for its first asynchronous one: 0.2 to 0.4 s."""
+"""Modules for openai's first request, and httpx's first asynchronous one: 0.2 to 0.4 s."""
 _T = TypeVar("_T")
 
 
 def import_requests() -> None:
-    """Import what the first request would import otherwise: packages load parts of themselves at first use."""
+    """Import the packages that the first request would import."""
     for name in _LAZY:
         importlib.import_module(name)
 
 
 @contextmanager
 def importing_requests() -> Iterator[None]:
-    """Do :func:`import_requests` while the body waits for something else; leaving the body waits for its end."""
+    """Do :func:`import_requests` in a thread during the body; leaving the body waits for it."""
     thread = threading.Thread(target=import_requests, name="ragcache-imports")
     thread.start()
     try:
@@ -39,7 +39,7 @@ def importing_requests() -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Call(Generic[_T]):
-    """One request to a route, and how its answer is read.
+    """One request to a route, and the reader of its response.
 
     Attributes:
         path: below the server's root, ``/v1/ragcache/stats``.
@@ -64,7 +64,7 @@ class Call(Generic[_T]):
 
 @dataclass(frozen=True, slots=True)
 class ModelCard:
-    """What a server says of its model: its name there, where it was loaded from, its context window in tokens."""
+    """A server's model: its served name, its source, its context window in tokens."""
 
     name: str
     root: str
@@ -72,7 +72,7 @@ class ModelCard:
 
 
 class ServerAPI:
-    """Asks one server. May be used by any thread and any event loop; the clients stay their owner's.
+    """Sends requests to the routes of one server. Thread-safe, for any event loop; does not close its clients.
 
     Attributes:
         base_url: the root of the OpenAI protocol, which ends in ``/v1``.
@@ -83,7 +83,7 @@ class ServerAPI:
     def __init__(
         self, base_url: str, api_key: str, http: httpx.Client, http_async: httpx.AsyncClient | None = None
     ) -> None:
-        """``http_async`` is for :meth:`aask`."""
+        """Take the clients; ``http_async`` is for :meth:`aask`."""
         self.base_url = base_url
         self.root = base_url.removesuffix("/v1")
         self.headers = {"Authorization": f"Bearer {api_key}"}
@@ -91,7 +91,7 @@ class ServerAPI:
         self._http_async = http_async
 
     def ask(self, call: Call[_T]) -> _T:
-        """Return what the server answers.
+        """Send a request and return the read response.
 
         Raises:
             EngineError: it cannot be asked. RAGCacheError: of ``call.read``.
@@ -106,7 +106,7 @@ class ServerAPI:
             return call.read(await self._http_async.request(**self._request(call)))
 
     async def call_async(self, call: Call[_T], *, is_blocking: bool) -> _T:
-        """Do :meth:`ask`, for code that :func:`~ragcache_core.client.http.network.finish` runs, or :meth:`aask`."""
+        """Do :meth:`aask`, or :meth:`ask` for code that :func:`~ragcache_core.client.http.network.finish` runs."""
         return self.ask(call) if is_blocking else await self.aask(call)
 
     def _request(self, call: Call[Any]) -> dict[str, Any]:
@@ -123,7 +123,7 @@ class ServerAPI:
     # The handshake
 
     def model_card(self) -> ModelCard:
-        """Return what the server says of its model.
+        """Return the model that the server reports.
 
         Raises:
             EngineAuthError: the key is wrong or missing. EngineError: what answers is not a vLLM server.
@@ -136,12 +136,17 @@ class ServerAPI:
                 case {"id": str(name), "max_model_len": int(tokens)} as card if tokens > 0:
                     return ModelCard(name, str(card.get("root") or name), tokens)
         except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
-            raise EngineError(f"what answers at {self.base_url} is no vLLM server: it lists no model") from error
-        raise EngineError(f"what answers at {self.base_url} is no vLLM server: its model card names no max_model_len")
+            raise EngineError(
+                f"the server at {self.base_url} is not a vLLM server, as /v1/models lists no model: check the address"
+            ) from error
+        raise EngineError(
+            f"the server at {self.base_url} is not a vLLM server, as /v1/models names no "
+            "max_model_len: check the address"
+        )
 
 
 def json_object(response: httpx.Response) -> dict[str, Any] | None:
-    """Return the object that a route answers; ``None`` for any other answer."""
+    """Return the JSON object in a response; ``None`` for any other response."""
     try:
         answer = response.json() if response.status_code == 200 else None
     except ValueError:
@@ -150,5 +155,5 @@ def json_object(response: httpx.Response) -> dict[str, Any] | None:
 
 
 def as_it_is(response: httpx.Response) -> httpx.Response:
-    """Return an answer, whatever it says."""
+    """Return a response unchanged."""
     return response

@@ -1,4 +1,4 @@
-"""OpenTelemetry spans of searches, speculations and requests, for applications that have set up its SDK.
+"""OpenTelemetry spans of searches, speculations and requests, if the application has set up the SDK.
 
 They join the trace of whatever span is current, a framework's for example, and the engine's server joins them::
 
@@ -47,7 +47,7 @@ _LAST_EVENT = b"data: [DONE]\n\n"
 
 
 def tracer() -> Tracer | None:
-    """Return the application's tracer; ``None`` where it has not set up an SDK."""
+    """Return the application's tracer; ``None`` without an SDK."""
     api = sys.modules.get("opentelemetry.trace")
     if api is None or isinstance(api.get_tracer_provider(), (api.ProxyTracerProvider, api.NoOpTracerProvider)):
         return None
@@ -56,7 +56,7 @@ def tracer() -> Tracer | None:
 
 
 def _parent() -> Any:
-    """Return the context that a search or request belongs to; ``None`` is the current one.
+    """Return the parent context of a search or request; ``None`` is the current one.
 
     OpenInference keeps the spans of LangChain's runs to itself and makes none of them the current one.
     """
@@ -78,7 +78,7 @@ def _inject(span: Span, headers: httpx.Headers) -> None:
 
 
 def _fail(span: Span, error: type[BaseException]) -> None:
-    """End a span with an error's kind: its message may hold what was asked."""
+    """End a span with an error's type; its message may hold the prompt."""
     from opentelemetry.trace import Status, StatusCode
 
     span.set_attribute("error.type", error.__name__)
@@ -87,13 +87,13 @@ def _fail(span: Span, error: type[BaseException]) -> None:
 
 
 class SearchTrace:
-    """The span of one search, and those of its stages."""
+    """The span of one search and of its stages."""
 
     def __init__(self, tracer: Tracer, span: Span, began_ns: int) -> None:
         self._tracer, self._span, self._began_ns, self._stage_ns = tracer, span, began_ns, began_ns
 
     def record_event(self, event: PipelineEvent) -> None:
-        """Record what happened during the search; speculations have spans of their own."""
+        """Record an event of the search; speculations have their own spans."""
         at_ns = self._began_ns + int(event.search_s * 1e9)
         if event.kind != "stage":
             self._span.add_event(f"ragcache.speculation.{event.kind}", {"ragcache.search.stage": event.stage}, at_ns)
@@ -110,7 +110,7 @@ class SearchTrace:
         self._stage_ns = at_ns
 
     def end(self, result: PipelineResult) -> None:
-        """Record what the search came to."""
+        """Record the search's result."""
         report = result.report
         self._span.set_attributes(
             {
@@ -126,7 +126,7 @@ class SearchTrace:
 
 @contextmanager
 def search_span() -> Iterator[SearchTrace | None]:
-    """Make a search the current span, in which its stages and speculations are; ``None`` where nothing is traced."""
+    """Make a search the current span, the parent of its stages and speculations; ``None`` without tracing."""
     if (made_by := tracer()) is None:
         yield None
         return
@@ -145,7 +145,7 @@ def search_span() -> Iterator[SearchTrace | None]:
 
 
 class SpeculationTrace:
-    """The span of one speculation, which ends when that has and it is known whether it was right.
+    """The span of one speculation, which ends when the speculation ends and its outcome is known.
 
     Its methods may be called by any thread, and at most one of them ends it.
     """
@@ -167,21 +167,21 @@ class SpeculationTrace:
 
     @classmethod
     def begin(cls, *, has_documents: bool, can_be_adopted: bool) -> SpeculationTrace | None:
-        """Return the trace of what is sent now, a part of the current span; ``None`` where nothing is traced."""
+        """Return the trace of a request that is sent now, below the current span; ``None`` without tracing."""
         made_by = tracer()
         return None if made_by is None else cls(made_by, has_documents=has_documents, can_be_adopted=can_be_adopted)
 
     def inject(self, request: httpx.Request) -> None:
-        """Let the server join the trace."""
+        """Add the trace context to the request."""
         _inject(self.span, request.headers)
 
     def admitted(self, waited_s: float) -> None:
-        """Record how long it waited in the engine."""
+        """Record the queue time in the engine."""
         if not self._is_over:
             self.span.set_attribute("ragcache.queue_s", waited_s)
 
     def confirmed(self) -> None:
-        """It is asked for."""
+        """Record that a real request adopted it."""
         with self._lock:
             if not self._is_over and not self._is_confirmed:
                 self.span.add_event("ragcache.speculation.confirmed")
@@ -190,7 +190,7 @@ class SpeculationTrace:
             self._end("confirmed")
 
     def done(self, error: BaseException | None, *, is_cancelled: bool) -> None:
-        """The engine has ended it."""
+        """Record that the engine has ended it."""
         self._done_ns = time.time_ns()
         if is_cancelled or error is not None:
             self._end("cancelled" if is_cancelled else "failed")
@@ -198,7 +198,7 @@ class SpeculationTrace:
             self._end("confirmed")
 
     def forgotten(self) -> None:
-        """No request can join it any more."""
+        """Record that no request can adopt it any more."""
         if self._done_ns is not None:
             self._end("unused")
 
@@ -212,7 +212,7 @@ class SpeculationTrace:
 
 
 class RequestTrace:
-    """The span of one request, over all the times that it is sent, until its statistics are there."""
+    """The span of one request over all of its attempts, until its statistics are known."""
 
     def __init__(self, made_by: Tracer, owner: RequestTraces, request: httpx.Request, began_ns: int) -> None:
         from opentelemetry.trace import SpanKind
@@ -248,18 +248,18 @@ class RequestTrace:
         self._is_over = False
 
     def inject(self, request: httpx.Request) -> None:
-        """Let the server join the trace."""
+        """Add the trace context to the request."""
         _inject(self._span, request.headers)
 
     def joined(self, ahead: SpeculationTrace | None) -> None:
-        """Note that its answer is that of a speculation."""
+        """Record that it adopts the answer of a speculation."""
         self._span.set_attribute("ragcache.speculation.is_joined", True)
         if ahead is not None:
             self._ahead = ahead
             self._span.add_link(ahead.span.get_span_context())
 
     def read(self, part: bytes) -> None:
-        """Note the moment of the first token, the answer's id, by which its statistics are told, and its end."""
+        """Record the time of the first token, the answer's id, and the end of the answer."""
         self._tail = (self._tail + part)[-len(_LAST_EVENT) :]
         if self._response_id is not None:
             return
@@ -274,18 +274,18 @@ class RequestTrace:
                 self._owner.add(self._response_id, self)
 
     def answered(self) -> None:
-        """All of the answer is there; its statistics end the span."""
+        """Record that the answer is complete; its statistics end the span."""
         self._end_ns = time.time_ns()
         if self._response_id is None:
             self.end()
 
     def refused(self, status: int) -> None:
-        """The server has an error in place of an answer; its text is the caller's."""
+        """Record an error response; its text is not recorded."""
         self._span.set_attribute("http.response.status_code", status)
         self.failed(httpx.HTTPStatusError)
 
     def closed(self) -> None:
-        """The reader left: the answer was complete, or the request was cancelled."""
+        """Record that the reader stopped: the answer was complete, or the request was cancelled."""
         if self._end_ns is not None or self._is_over:
             return
         if self._tail == _LAST_EVENT:
@@ -295,14 +295,14 @@ class RequestTrace:
             self.end()
 
     def failed(self, error: type[BaseException]) -> None:
-        """It has no answer, or not all of it."""
+        """Record that there is no complete answer."""
         if not self._is_over:
             self._is_over = True
             self._owner.drop(self._response_id)
             _fail(self._span, error)
 
     def complete(self, stats: RequestStats, engine_ttft_s: float | None) -> None:
-        """Record the statistics, with the engine's own time to the first token, and end the span."""
+        """Record the statistics with the engine's time to first token, and end the span."""
         if self._is_over:
             return
         figures = {
@@ -322,7 +322,7 @@ class RequestTrace:
         self.end()
 
     def _add_phases(self, stats: RequestStats, engine_ttft_s: float | None) -> None:
-        """Add what the engine did until the first token, whose moment is known here, by the engine's durations."""
+        """Add the engine's phases before the first token, from their durations back from its time."""
         if stats.queue_s is None or engine_ttft_s is None:
             return
         if self._ahead is not None:
@@ -344,7 +344,7 @@ class RequestTrace:
         prefill.end(first_ns)
 
     def end(self) -> None:
-        """End the span, where the answer did."""
+        """End the span at the time the answer ended."""
         if not self._is_over:
             self._is_over = True
             self._owner.drop(self._response_id)
@@ -353,7 +353,7 @@ class RequestTrace:
 
 @contextmanager
 def ended_by_errors(trace: RequestTrace | None) -> Iterator[None]:
-    """End a trace with what is raised."""
+    """End a trace with the raised exception."""
     try:
         yield
     except BaseException as error:
@@ -363,14 +363,14 @@ def ended_by_errors(trace: RequestTrace | None) -> Iterator[None]:
 
 
 class RequestTraces:
-    """The traced requests of one engine's handle whose statistics are still to come. May be used by any thread."""
+    """The traced requests of one engine whose statistics are missing. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._open: OrderedDict[str, RequestTrace] = OrderedDict()
 
     def begin(self, request: httpx.Request, began_ns: int, joined: httpx.Response | None) -> RequestTrace | None:
-        """Return the trace of a request that is to be sent, or has ``joined`` the answer of a speculation.
+        """Return the trace of a request that is about to be sent, or has ``joined`` a speculation.
 
         The server joins it where it is sent. ``None`` where nothing is traced.
         """
@@ -389,7 +389,7 @@ class RequestTraces:
             trace.complete(stats, engine_ttft_s)
 
     def add(self, response_id: str, trace: RequestTrace) -> None:
-        """Keep a request until its statistics are there, or too many others came since."""
+        """Keep a request until its statistics arrive, or too many newer ones exist."""
         with self._lock:
             self._open[response_id] = trace
             oldest = next(iter(self._open.values())) if len(self._open) > _NUM_OPEN else None
@@ -397,7 +397,7 @@ class RequestTraces:
             oldest.end()
 
     def drop(self, response_id: str | None) -> None:
-        """Let go of a request that has ended."""
+        """Remove a request that has ended."""
         with self._lock:
             self._open.pop(response_id or "", None)
 

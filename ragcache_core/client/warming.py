@@ -1,4 +1,4 @@
-"""Have an idle engine prefill what a forecast has picked, path by path; what is cached already is passed over."""
+"""Prefill the prefixes that a forecast picked while the engine is idle; cached ones are skipped."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ _MIRROR_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class WarmingReceipt:
-    """What came of warming, so far.
+    """The present result of warming.
 
     Attributes:
-        num_warmed: paths that were prefilled.
-        num_cached: paths that were there already; what lay on disk alone of them is being read into host memory.
-        num_left_out: paths that are too long for the context window, or too short to be worth a request.
-        num_tokens: of KV that was prefilled: of each path those of its last document.
-        duration_s: seconds.
+        num_warmed: prefilled prefixes.
+        num_cached: prefixes that were cached; their blocks that are only on disk are being read into host memory.
+        num_left_out: prefixes that exceed the context window, or are too short for a request.
+        num_tokens: prefilled tokens: for each prefix those of its last document.
+        duration_s: seconds so far.
     """
 
     num_warmed: int = 0
@@ -44,7 +44,7 @@ class WarmingReceipt:
 
     @property
     def num_done(self) -> int:
-        """Paths that nothing more is to be done about."""
+        """Number of prefixes that are finished."""
         return self.num_warmed + self.num_cached + self.num_left_out
 
     def to_dict(self) -> dict[str, object]:
@@ -53,7 +53,7 @@ class WarmingReceipt:
 
 
 class WarmingClient:
-    """Warms one engine. Used by one thread at a time."""
+    """Warms one engine. Not thread-safe."""
 
     def __init__(
         self,
@@ -101,7 +101,7 @@ class WarmingClient:
                         expected_uses=expected_uses,
                         chunk_reuse="store" if keeps_chunks else False,
                     )
-                    # The engine tells what is cached of requests without a scope alone.
+                    # The engine reports cached prefixes only for requests without a scope.
                     if scope == KVScope() and self._is_cached(prompt, last, block_size, anywhere=keeps_chunks):
                         if has_disk:
                             request.prefetch()
@@ -117,7 +117,7 @@ class WarmingClient:
         return receipt
 
     def _is_cached(self, prompt: RenderedPrompt, last: PromptSegment, block_size: int, *, anywhere: bool) -> bool:
-        """Return whether one of the engines has all whole blocks of a prompt up to the end of its last document.
+        """Return whether one of the engines has all whole blocks of a prompt up to the end of its last document cached.
 
         ``anywhere``: and the document's chunk, for reuse behind others.
         """
@@ -135,7 +135,7 @@ class WarmingClient:
 
 
 def _prefill(request: PreparedRequest) -> None:
-    """Send a request and return when it is answered; whatever ends this ends the request in the engine."""
+    """Send a request and return when it is answered; an exception cancels it in the engine."""
     done = threading.Event()
     speculation = request()
     speculation.add_done_callback(lambda _: done.set())
@@ -148,7 +148,7 @@ def _prefill(request: PreparedRequest) -> None:
 
 def _check(speculation: Speculation) -> None:
     if speculation.is_cancelled:
-        raise EngineError("the warming was ended: the engine's handle was closed; start it again to go on")
+        raise EngineError("warming stopped, as the engine's handle was closed: start it again to continue")
     if (error := speculation.error) is not None:
         with translate_errors():
             raise error
@@ -160,18 +160,20 @@ def _last_document(prompt: RenderedPrompt) -> PromptSegment | None:
 
 
 def known_scope(scopes: KVScopes, bound: BoundPrompt | None) -> KVScope:
-    """Return what separates the KV of the requests that will show a prompt; without one, of those so far.
+    """Return the KV scope of the requests that will show a prompt; without a prompt, that of earlier requests.
 
     Raises:
         ConfigError: they differ, and the prompt was bound without their settings.
     """
     if (scope := scopes.of(None if bound is None else bound.scope)) is None:
-        raise ConfigError(f"it is not known for which requests to prefill: they differ in model, salt or key. {HINT}")
+        raise ConfigError(
+            f"requests of this engine differ in model, salt or key, so it is unknown what to prefill. {HINT}"
+        )
     return scope
 
 
 def check_bound(bound: BoundPrompt | None) -> BoundPrompt:
-    """Return the prompt in which documents are prefilled.
+    """Return the bound prompt in which documents are prefilled.
 
     Raises:
         ConfigError: there is none, or it shows the question first.

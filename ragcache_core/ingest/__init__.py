@@ -1,4 +1,4 @@
-"""Files become documents: texts, pages, tables, source code, PDF, split at their own seams, with ids that stay.
+"""Read files as documents: text, pages, tables, code and PDF, split at natural boundaries, with stable ids.
 
 ::
 

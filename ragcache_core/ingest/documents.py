@@ -1,4 +1,4 @@
-"""Finds files, and makes documents of their records: split, with ids that are the same at every reading."""
+"""Find files, and make documents of their records, split and with stable ids."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ragcache_core.types import DocId, Document
 
 
 def stop_at_bad(error: DocumentError) -> None:
-    """Raise ``error``: one bad document stops the reading."""
+    """Raise ``error``, so that one bad document stops the reading."""
     raise error
 
 
@@ -30,7 +30,7 @@ class FoundFiles:
 
 
 def find_files(paths: Iterable[Path], *, on_bad: OnBad = stop_at_bad) -> FoundFiles:
-    """Return every readable file at ``paths``: files as they are, directories with all that is below them.
+    """Return every readable file at ``paths``: files themselves, and all files below directories.
 
     Hidden files and directories are left out. Files with a suffix that no reader knows are counted, as are links to
     directories, which are not followed. A file that is named itself must have a known suffix.
@@ -84,7 +84,7 @@ def _walk(root: Path, on_error: Callable[[OSError], None]) -> Iterator[SourceFil
 
 @dataclass(frozen=True, slots=True)
 class FileReading:
-    """The documents of one file. It is whole if none of them was bad."""
+    """The documents of one file; complete if none of them was invalid."""
 
     file: SourceFile
     documents: tuple[Document, ...]
@@ -110,7 +110,7 @@ def read_files(
     on_bad: OnBad = stop_at_bad,
     limits: FileLimits | None = None,
 ) -> Iterator[FileReading]:
-    """Yield what each of ``files`` holds, in order.
+    """Yield the documents of each of ``files``, in order.
 
     The id of a text in one chunk is the file's name (``guide/zor.md``), or what a JSON Lines record calls itself;
     the chunks of a longer one are ``guide/zor.md#0``, ``guide/zor.md#1``. Metadata: ``source`` (the file's name),

@@ -1,4 +1,4 @@
-"""What an HTML page says, as Markdown-like text: headings keep their ``#``, list items their ``-``.
+"""Convert an HTML page to Markdown-like text: headings keep ``#``, list items ``-``.
 
 Read from front to back, once, as the HTML standard cuts a page into tags and text: no page takes longer than its length
 explains. Trees of elements, and parsers that look again for what they did not find, are quadratic in hostile pages.
@@ -33,7 +33,7 @@ _IN_HEAD = {"base", "link", "meta", "noscript", "script", "style", "template", "
 _TEXT_ONLY = {
     name: re.compile(rf"</{name}(?=[\s/>])", re.IGNORECASE) for name in ("script", "style", "textarea", "title")
 }
-"""Elements that hold no tags, and what ends them."""
+"""Elements that contain no tags, and their end tags."""
 _PARAGRAPHS = {
     "address", "article", "aside", "blockquote", "dd", "div", "dl", "dt", "fieldset", "figure", "footer", "form",
     "h1", "h2", "h3", "h4", "h5", "h6", "header", "hr", "main", "ol", "p", "pre", "section", "table", "ul",
@@ -52,7 +52,7 @@ class Page:
 
 
 def html_to_text(html: str) -> Page:
-    """Return title and text of a page, without navigation, scripts and styles. Takes time linear in its length."""
+    """Return title and text of a page, without navigation, scripts and styles, in linear time."""
     html = _HUGE_REFERENCE.sub("\ufffd", html)
     reader = _Reader()
     at = 0
@@ -85,7 +85,7 @@ def html_to_text(html: str) -> Page:
 
 
 class _Reader:
-    """Takes the tags and the text of a page one by one and writes lines."""
+    """Converts the tags and text of a page to lines."""
 
     def __init__(self) -> None:
         self._title = ""
@@ -109,7 +109,7 @@ class _Reader:
             self._num_dropped += name in _DROPPED
 
     def end(self, name: str) -> None:
-        """Close the innermost element of that name, and all within it; without one, nothing is closed."""
+        """Close the innermost element with this name and its children; without one close nothing."""
         while self._num_open[name]:
             closed = self._open.pop()
             self._num_open[closed] -= 1

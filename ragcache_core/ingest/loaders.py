@@ -52,7 +52,7 @@ def read_rst(content: bytes, name: str, _on_bad: OnBad) -> Iterator[Record]:
 
 
 def _loaded(library: str, load: Callable[[Any, str], _T], content: object, name: str) -> _T:
-    """Return what a library makes of a file. Whatever it raises means that the file is damaged.
+    """Return a library's result for a file; any exception means that the file is damaged.
 
     Raises:
         DocumentError: the library is not there, the file is encrypted, or :class:`UndecodableDocumentError`.
@@ -80,7 +80,7 @@ def _record(name: str, text: str, title: str, *, is_markdown: bool) -> Record:
 
 
 def _unicode(text: str) -> str:
-    """Return text with the halves of surrogate pairs joined, and those without the other half replaced."""
+    """Return text with surrogate pairs joined, and lone surrogates replaced."""
     return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
 
 
@@ -114,7 +114,7 @@ def _docx(content: bytes, name: str) -> tuple[str, str]:
 
 
 def _unwrap(document: WordDocument) -> None:
-    """Take away what python-docx does not look into: form fields, insertions that are tracked, and their like."""
+    """Unwrap elements that python-docx skips, such as form fields and tracked insertions."""
     body = document.element.body
     for moved in body.xpath(".//w:moveFrom"):
         moved.getparent().remove(moved)

@@ -1,4 +1,4 @@
-"""The readers, one per format: bytes of a file in, records of text out.
+"""One reader per format: converts a file's bytes to text records.
 
 A new format is one function here (or in a file of its own) and one line in ``READERS``.
 """
@@ -44,7 +44,7 @@ _CODE = (
 
 
 def read_records(file: SourceFile, on_bad: OnBad, limits: FileLimits) -> Iterator[Record]:
-    """Yield the records of one file; its name is the stem of their ids.
+    """Yield the records of one file; their ids begin with its name.
 
     Raises:
         DocumentError: what ``on_bad`` raises: the file is empty, binary, not UTF-8, damaged, encrypted, not readable,
@@ -66,19 +66,19 @@ def read_records(file: SourceFile, on_bad: OnBad, limits: FileLimits) -> Iterato
 
 
 def read_plain(content: bytes, name: str, _on_bad: OnBad) -> Iterator[Record]:
-    """Yield a text file as it is."""
+    """Yield a text file unchanged."""
     text = decode(content, name)
     yield Record(name, text, metadata={"source": name, "title": Path(name).stem})
 
 
 def read_markdown(content: bytes, name: str, _on_bad: OnBad) -> Iterator[Record]:
-    """Yield a Markdown file as it is, its first heading as the title."""
+    """Yield a Markdown file unchanged, with its first heading as the title."""
     text = decode(content, name)
     yield Record(name, text, is_markdown=True, metadata={"source": name, "title": title_of(text, name)})
 
 
 def read_html(content: bytes, name: str, _on_bad: OnBad) -> Iterator[Record]:
-    """Yield what an HTML page says, its headings as Markdown headings; navigation, scripts and styles are dropped."""
+    """Yield an HTML page's text with Markdown headings, without navigation, scripts and styles."""
     page = html_to_text(decode(_as_utf8(content, name), name))
     check_text(page.text, f"page {name!r}")
     title = title_of(page.text, name, page.title)
@@ -86,7 +86,7 @@ def read_html(content: bytes, name: str, _on_bad: OnBad) -> Iterator[Record]:
 
 
 def _as_utf8(content: bytes, name: str) -> bytes:
-    """Return a page in UTF-8, from the charset that its beginning declares."""
+    """Return a page in UTF-8, converted from the charset that it declares."""
     declared = _CHARSET.search(content[:_CHARSET_BYTES])
     charset = declared[1].decode("ascii") if declared else "utf-8"
     try:
@@ -99,7 +99,7 @@ def _as_utf8(content: bytes, name: str) -> bytes:
 
 
 def read_jsonl(content: bytes, name: str, on_bad: OnBad) -> Iterator[Record]:
-    """Yield a record per line ``{"text": ..., "id": ..., "metadata": {...}}``; id and metadata may be left out.
+    """Yield a record per line ``{"text": ..., "id": ..., "metadata": {...}}``; id and metadata are optional.
 
     A line without an id is ``name:LINE``. Blank lines are skipped; ``metadata`` may replace ``source`` and ``title``.
     """
@@ -148,7 +148,7 @@ def _header_fit(text: str, delimiter: str) -> tuple[bool, int]:
 
 
 def _rows(text: str, first_line: int, name: str, **dialect: Any) -> Iterator[tuple[int, list[str]]]:
-    """Yield the rows that are not empty, each with the number of its first line.
+    """Yield the non-empty rows with the number of their first line.
 
     Raises:
         DocumentError: the text is not CSV of this dialect.
@@ -171,7 +171,7 @@ def _rows(text: str, first_line: int, name: str, **dialect: Any) -> Iterator[tup
 
 @contextmanager
 def _any_field_size(text: str) -> Iterator[None]:
-    """Lift the limit of 131,072 characters a field, which is the process's, to the length of the text."""
+    """Raise the process's limit of 131,072 characters per CSV field to the length of the text."""
     before = csv.field_size_limit(max(csv.field_size_limit(), len(text) + 1))
     try:
         yield
@@ -180,7 +180,7 @@ def _any_field_size(text: str) -> Iterator[None]:
 
 
 def read_code(content: bytes, name: str, _on_bad: OnBad) -> Iterator[Record]:
-    """Yield source code as it is: blank lines, which stand between definitions, are where it is cut best.
+    """Yield source code unchanged; it is split best at the blank lines between definitions.
 
     A file without anything in it, as many an ``__init__.py``, is nothing bad: it has no record.
     """

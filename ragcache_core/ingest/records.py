@@ -1,4 +1,4 @@
-"""Texts before they are split, and what every reader asks of a text."""
+"""Texts before splitting, and checks for every reader."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ class Record:
 
 
 OnBad = Callable[[DocumentError], None]
-"""Is told of a document that cannot be stored: raises to stop, returns to go on without it."""
+"""Called with the error of an invalid document; raises to stop, returns to skip it."""
 
 Reader = Callable[[bytes, str, OnBad], Iterator[Record]]
 """(content, name, on_bad) -> records."""
 
 
 def decode(content: bytes, name: str) -> str:
-    """Return the text of a UTF-8 file, without a byte order mark and with ``\\n`` at the ends of lines.
+    """Return the text of a UTF-8 file without byte order mark, with ``\n`` line ends.
 
     Raises:
         EmptyDocumentError: it holds nothing but white space.
@@ -61,7 +61,7 @@ def decode(content: bytes, name: str) -> str:
 
 
 def check_text(text: str, what: str) -> None:
-    """Refuse what is no text.
+    """Reject a text that is none.
 
     Raises:
         EmptyDocumentError, UndecodableDocumentError
@@ -73,7 +73,7 @@ def check_text(text: str, what: str) -> None:
 
 
 def is_unicode(text: str) -> bool:
-    """Return whether ``text`` can be saved as UTF-8: half a surrogate pair cannot."""
+    """Return whether ``text`` can be saved as UTF-8, which lone surrogates cannot."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError:
@@ -82,7 +82,7 @@ def is_unicode(text: str) -> bool:
 
 
 def title_of(text: str, name: str, title: str = "") -> str:
-    """Return ``title``, or else the first Markdown heading, or else the file's name: its beginning, if it is long."""
+    """Return ``title``, or the first Markdown heading, or the file's name, shortened."""
     lines = (heading[1] for line in _outside_code(text) if (heading := _HEADING.match(line)))
     headings = (line.rstrip(" \t").rstrip("#").rstrip(" \t") for line in lines)
     return (title or next(filter(None, headings), "") or Path(name).stem)[:_MAX_TITLE_CHARS]

@@ -1,4 +1,4 @@
-"""One file to read: its name, the limits of reading it, and its bytes if it is a regular file."""
+"""One file to read: its name, its limits, and its bytes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _KINDS = {
 
 @dataclass(frozen=True, slots=True)
 class SourceFile:
-    """A file to read. ``name`` is its path relative to the directory that was given, with forward slashes.
+    """A file to read. ``name`` is its path relative to the given directory, with forward slashes.
 
     A link must not lead out of the directory ``within``; a file that was named itself has none, and may be any link.
     """
@@ -40,7 +40,7 @@ class SourceFile:
 
 @dataclass(frozen=True, slots=True)
 class FileLimits:
-    """How long a file may be, and how many seconds of processor time its reading may take.
+    """Maximum size of a file, and maximum CPU seconds of reading it.
 
     Raises:
         ConfigError: the seconds are not from 0.001 to 1,000,000.
@@ -55,7 +55,7 @@ class FileLimits:
 
 
 def read_source(file: SourceFile, max_file_bytes: int) -> bytes:
-    """Return the bytes of a regular file. Pipes and devices, which may have no end, are not waited for.
+    """Return the bytes of a regular file; pipes and devices, which may not end, are not read.
 
     Raises:
         DocumentError: it is no regular file, a link that leads out of its directory, longer than ``max_file_bytes``, or
@@ -89,12 +89,12 @@ def read_source(file: SourceFile, max_file_bytes: int) -> bytes:
 
 
 class _TimeUpError(BaseException):
-    """Not an ``Exception``: libraries catch those."""
+    """Not an ``Exception``, which libraries would catch."""
 
 
 @contextmanager
 def processor_time(limit_s: float, name: str) -> Iterator[None]:
-    """Interrupt the block after ``limit_s`` seconds of processor time; only in the main thread.
+    """Interrupt the block after ``limit_s`` seconds of CPU time; only in the main thread.
 
     Raises:
         DocumentError: with the name of the file.

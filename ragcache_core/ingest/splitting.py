@@ -1,4 +1,4 @@
-"""Texts become chunks at their own seams: sections, paragraphs, sentences, words."""
+"""Split texts at natural boundaries: sections, paragraphs, sentences, words."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _WINDOW_CHARS = 100_000
 
 @dataclass(frozen=True, slots=True)
 class Splitting:
-    """How long a chunk may be, in characters, or in what ``length`` counts of a text, as a model's tokens.
+    """Maximum length of a text chunk, in characters or in the unit of ``length``, such as tokens.
 
     A chunk takes as much as fits into ``max_length``; with ``min_length`` it ends at the best seam after that much.
     ``overlap`` of a chunk is repeated at most in the next one.
@@ -37,7 +37,7 @@ class Splitting:
             )
 
     def split(self, text: str, *, is_markdown: bool = False) -> list[str]:
-        """Return the chunks of ``text``, without white space around them. No chunk is longer than ``max_length``.
+        """Return the stripped text chunks of ``text``, each of at most ``max_length``.
 
         A text that fits is one chunk; a text of white space has none. A Markdown heading shorter than half a chunk
         is never alone: the beginning of its section is with it.
@@ -72,7 +72,7 @@ class Splitting:
         return spans
 
     def _join_headings(self, text: str, spans: list[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-        """A section longer than a chunk loses its heading to a chunk of its own: give it back.
+        """Rejoin a heading with its section, from which it is split if the section is longer than a chunk.
 
         ::
 

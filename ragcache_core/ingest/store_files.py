@@ -1,4 +1,4 @@
-"""What a store's folder records of its sources: the file of each document, and how texts were split.
+"""Source records in a store's folder: the file of each document, and the splitting.
 
 ``origins.json`` and ``chunking.json`` are in the store's folder. A document without an origin came from elsewhere, and
 indexing a directory again does not delete it. :func:`compare` finds what a new reading changes.
@@ -26,19 +26,19 @@ _DAMAGED = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
 
 @dataclass(frozen=True, slots=True)
 class FileOrigin:
-    """A file: the absolute path of the directory that was read, and its name below it."""
+    """A file: the absolute path of the indexed directory, and the name below it."""
 
     folder: str
     name: str
 
     @classmethod
     def of(cls, file: SourceFile) -> FileOrigin:
-        """Return where a file is."""
+        """Return the origin of a file."""
         folder = file.path.absolute().parents[file.name.count("/")]
         return cls(os.path.realpath(folder), file.name)
 
     def is_gone(self) -> bool:
-        """Return whether the file is deleted; ``False`` where its directory cannot be searched."""
+        """Return whether the file is deleted; ``False`` if its directory cannot be read."""
         try:
             Path(self.folder, self.name).stat()
         except (FileNotFoundError, NotADirectoryError):
@@ -53,7 +53,7 @@ class FileOrigin:
 
 
 def read_origins(store: Path) -> dict[DocId, FileOrigin]:
-    """Return where the documents of the store at ``store`` came from; nothing, where none came from a file.
+    """Return the origins of the documents in the store at ``store``; empty if none came from a file.
 
     Raises:
         StoreCorruptError: the file that says so is damaged.
@@ -79,7 +79,7 @@ def read_origins(store: Path) -> dict[DocId, FileOrigin]:
 
 
 def write_origins(store: Path, origins: Mapping[DocId, FileOrigin]) -> None:
-    """Save where documents came from. The caller holds the store's lock and has changed the store before.
+    """Save origins. The caller holds the store's lock, and has changed the store.
 
     After a crash between both, the origins of the last documents are missing, and no others are wrong.
     """
@@ -114,12 +114,12 @@ class Chunking:
 
     @property
     def unit(self) -> str:
-        """What lengths are counted in."""
+        """Unit of the lengths."""
         return "characters" if self.tokenizer is None else "tokens"
 
 
 def read_chunking(store: Path) -> Chunking | None:
-    """Return how the documents of the store at ``store`` were split, if that was noted.
+    """Return the recorded splitting of the store at ``store``; ``None`` if there is none.
 
     Raises:
         StoreCorruptError: the file that says so is damaged.
@@ -140,12 +140,12 @@ def read_chunking(store: Path) -> Chunking | None:
 
 
 def write_chunking(store: Path, chunking: Chunking) -> None:
-    """Save how documents were split. The caller holds the store's lock."""
+    """Save the splitting. The caller holds the store's lock."""
     _replace_json(store / _CHUNKING_NAME, {"format": _FORMAT, **asdict(chunking)})
 
 
 class StoredDocuments(Protocol):
-    """The methods of a store that are used."""
+    """The used methods of a store."""
 
     def ids(self) -> list[DocId]:
         """Return the ids of all documents."""
@@ -158,7 +158,7 @@ class StoredDocuments(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Changes:
-    """Documents that were read, compared with those in a store.
+    """The read documents compared with those in a store.
 
     ``left_over`` are stored documents that the same files do not hold any more: chunks of a text that is cut
     differently now, a row that was taken out of a table.
@@ -171,12 +171,12 @@ class Changes:
 
     @property
     def replaced(self) -> tuple[DocId, ...]:
-        """Ids in the store that an update takes out."""
+        """Ids in the store that an update replaces."""
         return (*(document.doc_id for document in self.changed), *self.left_over)
 
 
 def compare(documents: Iterable[Document], stored: StoredDocuments, former: Collection[DocId] = ()) -> Changes:
-    """Return what ``documents`` change in a store; ``former`` are those that came out of the same files before.
+    """Return the changes of ``documents`` to a store; ``former`` came from the same files before.
 
     Stored documents of other files are none of their business.
     """
@@ -195,7 +195,7 @@ def _same(one: Document, other: Document) -> bool:
 
 
 def _replace_json(path: Path, content: object) -> None:
-    """Write a JSON file; the former content stays until the new one is whole."""
+    """Write a JSON file atomically."""
     temporary = path.with_name(f"{path.name}.new")
     with open(temporary, "w", encoding="ascii", opener=open_private) as file:
         json.dump(content, file)

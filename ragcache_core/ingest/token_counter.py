@@ -1,4 +1,4 @@
-"""Counts the tokens of texts with a model's tokenizer, read from a folder or from the Hugging Face hub."""
+"""Count tokens of texts with a model's tokenizer, from a folder or the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", 
 
 
 class TokenCounter:
-    """Counts the tokens that texts have in the prompts of a model. Needs the extra ``retrieval``.
+    """Counts a text's tokens in the prompts of a model. Needs the extra ``retrieval``.
 
     Attributes:
         sha256: names the tokenizer.
     """
 
     def __init__(self, model: str | os.PathLike[str]) -> None:
-        """Load the tokenizer of ``model``: a folder, or a name of the hub.
+        """Load the tokenizer of ``model``: a folder, or a name on the hub.
 
         Raises:
             TokenizerUnavailableError: there is no ``tokenizer.json``, it is damaged, or a package is missing.
@@ -47,7 +47,7 @@ class TokenCounter:
         self._control_tokens = frozenset(control.union(_special_tokens({**marks, **settings}).values()))
 
     def num_tokens(self, text: str) -> int:
-        """Return how many tokens a document of that text has in a prompt, its control tokens broken up as there."""
+        """Return the number of tokens of a document in a prompt, where its control tokens are split up."""
         (shown,), _ = escape_documents(self._control_tokens, [{"role": "user", "content": text}], [("", text)])
         return len(self._tokenizer.encode(shown["content"], add_special_tokens=False).ids)
 
@@ -94,7 +94,7 @@ def _read_object(path: Path) -> dict[str, Any]:
 
 
 def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
-    """Return the special tokens among a tokenizer's settings, each a text or ``{"content": text}``."""
+    """Return the special tokens in a tokenizer's settings, each a text or ``{"content": text}``."""
     found = {}
     for name, value in settings.items():
         text = value.get("content") if isinstance(value, dict) else value
@@ -104,7 +104,7 @@ def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _default_template(written: object) -> str | None:
-    """Return the template among those that a model has by name."""
+    """Return the default one of a model's named chat templates."""
     if isinstance(written, list):
         written = {entry.get("name"): entry.get("template") for entry in written if isinstance(entry, dict)}
         written = written.get("default")

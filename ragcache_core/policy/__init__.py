@@ -1,4 +1,4 @@
-"""Replacement policies: which document's KV a tier evicts first. A policy sees a node's numbers, never the tree."""
+"""Replacement policies: the order of eviction. A policy sees a node's statistics, never the tree."""
 
 from collections.abc import Callable
 

@@ -1,4 +1,4 @@
-"""Policies that adapt to recency and frequency by queues: S3-FIFO and ARC."""
+"""Adaptive policies with queues for recency and frequency: S3-FIFO and ARC."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ragcache_core.policy.base import NodeStats, ReplacementPolicy
 
 
 class TokenQueue:
-    """Nodes by their ids, the first that came first, with their sizes.
+    """A FIFO queue of node ids with sizes.
 
     Attributes:
         num_tokens: of all of them.
@@ -23,18 +23,18 @@ class TokenQueue:
         return node_id in self._sizes
 
     def put(self, node_id: int, num_tokens: int) -> None:
-        """Put a node last; one that is here keeps its place, and has another size."""
+        """Append a node; one in the queue keeps its place and gets the new size."""
         self.num_tokens += num_tokens - self._sizes.get(node_id, 0)
         self._sizes[node_id] = num_tokens
 
     def take(self, node_id: int) -> int | None:
-        """Take a node out, and return its size; None if it is not here."""
+        """Remove a node, and return its size; ``None`` if absent."""
         num_tokens = self._sizes.pop(node_id, None)
         self.num_tokens -= num_tokens or 0
         return num_tokens
 
     def shorten(self, num_tokens: int) -> None:
-        """Drop the first nodes while there are more than ``num_tokens`` tokens."""
+        """Remove the first nodes while there are more than ``num_tokens`` tokens."""
         while self._sizes and self.num_tokens > num_tokens:
             self.take(next(iter(self._sizes)))
 
@@ -48,7 +48,7 @@ _SMALL, _MAIN = 0, 1
 
 
 class S3FIFOPolicy(ReplacementPolicy):
-    """A small queue, a main queue and a queue of ghosts (Yang et al., SOSP 2023, §4.1, Algorithm 1).
+    """S3-FIFO: a small, a main and a ghost queue (Yang et al., SOSP 2023, §4.1, Algorithm 1).
 
     A node enters the small queue, which has a tenth of the cache, unless it left it not long ago: then the main one. Of
     the small queue the first goes, whatever its uses beyond one; used twice there, it moves to the main queue. Of that
@@ -86,7 +86,7 @@ class S3FIFOPolicy(ReplacementPolicy):
                 self._enter_main(node_id, self._small.take(node_id) or 0)
 
     def on_restore(self, stats: NodeStats, num_requests: int) -> None:
-        """Let what storage or a forecast knows of be as a ghost: it has been here."""
+        """Treat a node known from storage or a forecast as a ghost entry."""
         if stats.id in self._small:
             self._uses.pop(stats.id)
             self._enter_main(stats.id, self._small.take(stats.id) or 0)
@@ -172,7 +172,7 @@ class ARCPolicy(ReplacementPolicy):
             self._b2.take(stats.id)
 
     def on_restore(self, stats: NodeStats, num_requests: int) -> None:
-        """Let what storage or a forecast knows of be as a ghost of T2: it was used again before."""
+        """Treat a node known from storage or a forecast as a ghost entry of T2."""
         if (num_tokens := self._t1.take(stats.id)) is not None:
             self._t2.put(stats.id, num_tokens)
         elif stats.id not in self._t2:

@@ -1,4 +1,4 @@
-"""What a replacement policy sees, and what it answers."""
+"""The interface of replacement policies."""
 
 from __future__ import annotations
 
@@ -11,22 +11,21 @@ from ragcache_core.types import DocId
 
 
 class NodeStats:
-    """The numbers of one node of the knowledge tree: all that a policy knows of it.
+    """The statistics of one tree node, a policy's only input.
 
     Attributes:
-        id: small integer that no other living node has: the place of a policy's own numbers in its columns.
-        num_tokens: the node's size; all KV of a model has the same bytes a token.
-        frequency: how often requests retrieved it, and how often more they were expected to.
-        num_expected: of ``frequency``, what was only expected.
-        total_cost_s: sum over the requests that had to compute it of what each of its tokens was charged with, by
+        id: small integer, unique among present nodes: the index of the policy's own columns.
+        num_tokens: size of the node; all KV of a model has the same bytes per token.
+        frequency: number of accesses, including expected ones.
+        num_expected: expected accesses in ``frequency``.
+        total_cost_s: sum of the seconds charged to each of its tokens, over the requests that computed it, by
             :meth:`ReplacementPolicy.cost_per_token_s` (for PGDSF, RAGCache's Eq. 3 before the division by m).
-        num_computed: the number of those requests, m of Eq. 3.
-        last_request: the number of requests that the tree had seen when it was last retrieved.
-        is_transient: it must not be kept when anything else wants its place (a document beyond
-            ``max_cached_documents``).
-        parent: the node before it on its path; None for the root.
-        doc_id: the document, if it is one.
-        turn: the number of the latest turn of the one conversation that has it as its history; 0 for all others.
+        num_computed: number of those requests, m of Eq. 3.
+        last_request: request count of the tree at its last access.
+        is_transient: whether it is evicted before all other nodes (a document beyond ``max_cached_documents``).
+        parent: the previous node of its prefix; ``None`` for the root.
+        doc_id: id of its document, if it has one.
+        turn: number of the latest turn of the only conversation with this history; 0 for other nodes.
     """
 
     __slots__ = (
@@ -51,16 +50,16 @@ class NodeStats:
 
     @property
     def num_uses(self) -> int:
-        """How often requests retrieved it."""
+        """Number of accesses."""
         return self.frequency - self.num_expected
 
     @property
     def avg_cost_s(self) -> float:
-        """Seconds that a token of this node costs: Cost/Size, the mean charge; 0 before it was computed."""
+        """Mean seconds per token of this node (Cost/Size); 0 before its computation."""
         return self.total_cost_s / self.num_computed if self.num_computed else 0.0
 
     def copy_stats_to(self, other: NodeStats) -> None:
-        """Give ``other`` the same numbers, but for its id and size."""
+        """Copy the statistics, except id and size, to ``other``."""
         other.frequency = self.frequency
         other.total_cost_s = self.total_cost_s
         other.num_computed = self.num_computed
@@ -71,7 +70,7 @@ class NodeStats:
 
 
 class ReplacementPolicy(ABC):
-    """Says which of two nodes a tier evicts first.
+    """Decides which of two nodes a tier evicts first.
 
     A rank is computed when a node is retrieved and stands until it is retrieved again: that lets a tier keep its
     nodes in a heap. Where the order changes between retrievals
@@ -86,14 +85,13 @@ class ReplacementPolicy(ABC):
     rank_ages: ClassVar[Sequence[int]] = ()
     """Requests since a node's last access at which it is ranked again, where its rank falls faster than others'."""
     is_selective: ClassVar[bool] = False
-    """Whether a full host tier takes in only what ranks above that which would have to go. Only where ranks need no
-    clock."""
+    """Whether a full host tier admits only nodes that rank above the evicted ones. Only for ranks without a clock."""
     copy_discount: ClassVar[float] = 0.0
     """By how much a node ranks lower in a tier while slower ones hold all of it as well: it would be loaded again and
     not computed. Only where ranks need no clock; 0: a tier does not look at those below."""
 
     def cost_per_token_s(self, prefill_cost: PrefillCost, num_cached_tokens: int, num_new_tokens: int) -> float:
-        """Return the seconds that a request charges each token with that it missed: T(alpha, beta) / beta (Eq. 3).
+        """Return the seconds that a request charges to each missed token: T(alpha, beta) / beta (Eq. 3).
 
         ``num_new_tokens`` are all that it had to compute, the question's included; none charge nothing.
         """
@@ -102,42 +100,42 @@ class ReplacementPolicy(ABC):
         return prefill_cost.estimate_s(num_cached_tokens, num_new_tokens) / num_new_tokens
 
     def on_access(self, stats: NodeStats, num_requests: int) -> None:  # noqa: B027 (most policies keep no numbers)
-        """Update the policy's own numbers of a node that a request retrieves.
+        """Update the policy's own data of an accessed node.
 
         ``stats.last_request`` is still that of the access before; ``stats.frequency`` counts this one already, and is
         1 for a node that is new, whatever node had its id before.
         """
 
     def on_restore(self, stats: NodeStats, num_requests: int) -> None:
-        """Set the policy's own numbers of a node that has ``stats.frequency`` accesses by storage or forecast."""
+        """Set the policy's own data of a node with ``stats.frequency`` accesses from storage or a forecast."""
         self.on_access(stats, num_requests)
 
     def on_split(self, stats: NodeStats, lower: NodeStats) -> None:  # noqa: B027
-        """Give ``lower``, a new node that was cut off ``stats``, the same numbers of the policy's own."""
+        """Copy the policy's own data from ``stats`` to ``lower``, a new node cut off from it."""
 
     def on_removed(self, stats: NodeStats) -> None:  # noqa: B027
-        """Observe that a node leaves the tree; its id may be given to another."""
+        """Handle a node's removal from the tree; its id may be reused."""
 
     def on_document_removed(self, doc_id: DocId) -> None:  # noqa: B027
-        """Observe that the last node of a document has left the tree."""
+        """Handle the removal of a document's last node."""
 
     def on_arrival(self, stats: NodeStats) -> None:  # noqa: B027
-        """Observe that a first tier holds a node; its access was before that."""
+        """Handle a node's entry into its first tier, after its access."""
 
     def on_departure(self, stats: NodeStats) -> None:  # noqa: B027
-        """Observe that no tier holds a node any longer: it was evicted or forgotten."""
+        """Handle a node's exit from its last tier, by eviction or deletion."""
 
     @abstractmethod
     def rank(self, stats: NodeStats, clock: float) -> float:
-        """Return the worth of a node that was just retrieved; the lowest is evicted first.
+        """Return the rank of a node that was just accessed; the lowest is evicted first.
 
         ``clock`` is that of the tier (Eq. 2): the highest rank evicted so far.
         """
 
     def bucket(self, stats: NodeStats) -> int:
-        """Return the bucket of a node; within one, ranks keep their order over time."""
+        """Return the bucket of a node; ranks within one keep their order over time."""
         return 0
 
     def score(self, stats: NodeStats, rank: float, num_requests: int) -> float:
-        """Return what the first nodes of the buckets are compared by; the lowest is evicted first."""
+        """Return the score by which buckets' first nodes are compared; the lowest is evicted first."""
         return rank

@@ -1,4 +1,4 @@
-"""Greedy-Dual-Size-Frequency, and the prefix-aware form of it that RAGCache defines."""
+"""Greedy-Dual-Size-Frequency, and RAGCache's prefix-aware variant."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ragcache_core.policy.prefill_cost import PrefillCost, PrefillCostModel
 
 
 class GDSFPolicy(ReplacementPolicy):
-    """Priority = Clock + Frequency x Cost / Size, where the cost is that of the document alone.
+    """Priority = Clock + Frequency x Cost / Size, with the cost of the document alone.
 
     It knows no prefix: the cost is T(0, size), whatever the requests that computed the document had cached
     (RAGCache §7.3 compares with it).

@@ -1,4 +1,4 @@
-"""The default policy: the rate at which requests will use a node, learned from its uses so far."""
+"""The default policy: the expected access rate of a node, learned from its accesses."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _START: Final = (0.1, 0.1, 0.8)
 _START_TOKENS: Final = 10.0
 """The weight of these, in mean requests' tokens."""
 _LEARNING_RATE: Final = 0.02
-"""The share of what was learned that each request replaces."""
+"""Share of the learned weights that each request replaces."""
 _SHRINKAGE: Final = 40.0
 """The weight of the factors of all nodes in those of one class, in mean requests' tokens."""
 _PRIOR_USES: Final = 3.0
@@ -43,7 +43,7 @@ _IDS_AHEAD: Final = 64
 
 
 class MixturePolicy(ReplacementPolicy):
-    """Ranks a node by its expected uses per request, a mixture of frequencies with several memories.
+    """Ranks a node by its expected accesses per request, a mixture of frequencies with different half-lives.
 
     ::
 
@@ -55,9 +55,9 @@ class MixturePolicy(ReplacementPolicy):
                    requests with the document of n on any prefix; 1 for first documents
 
     Stationary popularity needs a long memory, drifting popularity a short one. The factors ``a`` are learned by online
-    expectation maximisation of a Poisson rate: each use credits the memories by their part in the node's rate.
-    The prior says what a path alone is too rare to say: whether its last document is popular. ``k`` falls to 0 where
-    new paths show new documents.
+    expectation maximisation of a Poisson rate: each use credits the memories by their part in the node's rate. The
+    prior adds the popularity of the last document, for which a prefix alone is too rare. ``k`` decreases to 0 if new
+    prefixes have new documents.
 
     Ranks are of ``rate * N_inf``: the order is the same, and a node that has just been used does not rank lower than an
     equal one that was ranked some requests ago.
@@ -94,7 +94,7 @@ class MixturePolicy(ReplacementPolicy):
         self._known_share = 0.5
 
     def cost_per_token_s(self, prefill_cost: PrefillCost, num_cached_tokens: int, num_new_tokens: int) -> float:
-        """Return the seconds that each new token adds to a prefill that computes a short question in any case.
+        """Return the seconds that each new token adds to the prefill of a short question.
 
         Eq. 3 charges documents with the fixed time of a step as well, and so the more the shorter the prompts are. A
         hit does not save that time.
@@ -174,7 +174,7 @@ class MixturePolicy(ReplacementPolicy):
         return min(stats.turn, NUM_KINDS)
 
     def score(self, stats: NodeStats, rank: float, num_requests: int) -> float:
-        """Return the rank, or of a conversation's history the rate at which its next turns are expected."""
+        """Return the rank; for a conversation's history, the expected rate of its next turns."""
         if not stats.turn:
             return rank
         fading = math.log(2.0) / (_THINK_TIMES * self.returning.think_requests)
@@ -183,7 +183,7 @@ class MixturePolicy(ReplacementPolicy):
         return math.log(max(rate, _LEAST_RATE)) - (num_requests - stats.last_request) * fading - discount
 
     def _learn(self, num_requests: int) -> None:
-        """Update the factors for a new request."""
+        """Update the weights for a new request."""
         num_steps, self._now = num_requests - self._now, num_requests
         if self._request_tokens:
             self._mean_tokens += _SIZE_RATE * (self._request_tokens - self._mean_tokens)
@@ -216,7 +216,7 @@ class MixturePolicy(ReplacementPolicy):
         ]
 
     def _credit(self, stats: NodeStats, faded: list[float]) -> None:
-        """Credit each memory by its part in the rate of a node that is used."""
+        """Credit each half-life with its part of an accessed node's rate."""
         if (kind := self._classes[stats.id]) == _UNSEEN or stats.turn:
             return
         parts = [weight * uses for weight, uses in zip(self._weights[kind], faded, strict=True)]
@@ -226,7 +226,7 @@ class MixturePolicy(ReplacementPolicy):
                 observed[i] += credit * part
 
     def _take(self, stats: NodeStats) -> list[float]:
-        """Take a node out of its class's mass, and return its uses, faded up to now."""
+        """Subtract a node from its class's mass, and return its decayed access counts."""
         node_id = stats.id
         self._make_room(node_id)
         if (kind := self._classes[node_id]) == _UNSEEN:
@@ -240,7 +240,7 @@ class MixturePolicy(ReplacementPolicy):
         return faded
 
     def _put(self, stats: NodeStats, faded: list[float]) -> None:
-        """Set a node's uses, faded up to now, and add it to its class's mass."""
+        """Set a node's decayed access counts, and add them to its class's mass."""
         node_id, tokens = stats.id, 0 if stats.turn else stats.num_tokens
         kind = self._classes[node_id] = _OFTEN if stats.frequency > 1 else _ONCE
         self._last[node_id], self._tokens[node_id] = self._now, tokens

@@ -1,4 +1,4 @@
-"""What a prefill and a step cost: measured times, and the model between them."""
+"""Cost of a prefill and a step: measured times, and the model between them."""
 
 from __future__ import annotations
 
@@ -57,16 +57,16 @@ _LONGEST_DEFAULT: Final = 131_072
 
 
 class PrefillCost(Protocol):
-    """Whatever knows T(alpha, beta), as a profile or as a formula."""
+    """An estimate of T(alpha, beta), from a profile or a formula."""
 
     def estimate_s(self, num_cached_tokens: int, num_new_tokens: int, /) -> float:
-        """Return the seconds that a prefill of ``num_new_tokens`` behind ``num_cached_tokens`` takes."""
+        """Return the seconds to prefill ``num_new_tokens`` after ``num_cached_tokens``."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillCostModel:
-    """T(alpha, beta): seconds to prefill beta new tokens behind alpha cached ones (RAGCache §5.1, Algorithm 1).
+    """T(alpha, beta): seconds to prefill beta new tokens after alpha cached ones (RAGCache §5.1, Algorithm 1).
 
     ``seconds[i][j]`` was measured with ``cached_tokens[i]`` and ``new_tokens[j]``; both axes ascend, and each has two
     values at least.
@@ -101,7 +101,7 @@ class PrefillCostModel:
 
     @classmethod
     def default(cls) -> Self:
-        """Return a model for an engine that was not profiled: a 7B model on one GPU, 1.0 s for 4,128 new tokens.
+        """Return the model of an unprofiled engine: 7B parameters on one GPU, 1.0 s for 4,128 new tokens.
 
         T(a, b) = 0.028 + 1.25e-5 a + 2.1e-4 b + 1.2e-8 b (a + b / 2) seconds, sampled. It is linear in a, so that two
         cached lengths give it exactly; between the sampled b it is at most 3 % too high (1 % up to 16,384).
@@ -117,7 +117,7 @@ class PrefillCostModel:
 
     @classmethod
     def from_measured(cls, seconds: Mapping[tuple[int, int], float]) -> Self:
-        """Return the model of times by (cached, new) tokens; times of the longest prompts may be missing.
+        """Return the model of measured times by (cached, new) tokens; those of the longest prompts may be missing.
 
         A prompt must fit into the context window, so a rectangle of lengths cannot be measured whole. A missing time
         continues those with as many new tokens in a straight line, which is how attention grows with what is cached;
@@ -145,7 +145,7 @@ class PrefillCostModel:
         return cls(cached_tokens, new_tokens, tuple(zip(*columns, strict=True)))
 
     def estimate_s(self, num_cached_tokens: int, num_new_tokens: int) -> float:
-        """Return the seconds that a prefill of ``num_new_tokens`` behind ``num_cached_tokens`` takes.
+        """Return the seconds to prefill ``num_new_tokens`` after ``num_cached_tokens``.
 
         Exact at measured points, bilinear between them (RAGCache §5.1, Algorithm 1, lines 6 to 9), continued in
         straight lines beyond them, but never less than the shortest time that was measured; no new tokens take none.
@@ -176,7 +176,7 @@ class PrefillCostModel:
 
     @classmethod
     def from_dict(cls, data: object) -> Self:
-        """Return the model that :meth:`to_dict` wrote.
+        """Return the model of a :meth:`to_dict`.
 
         Raises:
             ConfigError: ``data`` is something else, or of another version.

@@ -6,7 +6,7 @@ from ragcache_core.policy.base import NodeStats, ReplacementPolicy
 
 
 class LRUPolicy(ReplacementPolicy):
-    """The node whose last retrieval is longest ago goes first."""
+    """Evicts the least recently accessed node first."""
 
     name = "lru"
 
@@ -15,7 +15,7 @@ class LRUPolicy(ReplacementPolicy):
 
 
 class LFUPolicy(ReplacementPolicy):
-    """The node with the fewest retrievals goes first; among equals the least recently retrieved."""
+    """Evicts the least frequently accessed node first; of equal ones the least recently accessed."""
 
     name = "lfu"
 

@@ -1,15 +1,15 @@
-"""Whether a conversation goes on, by the number of its turn, and how long that takes."""
+"""The probability that a conversation continues, by turn number, and its time to the next turn."""
 
 from __future__ import annotations
 
 from typing import Final
 
 NUM_KINDS: Final = 8
-"""Turns are told apart by their number up to here; the last kind is of all that are later."""
+"""Number of turns with separate statistics; the last covers all later turns."""
 _NUM_BINS: Final = 24
 """Think times are counted in powers of two, the last bin has all that are longer."""
 _PRIOR: Final = 4.0
-"""The weight of the preceding turn's estimate, in turns. Nothing is expected before a conversation's second turn."""
+"""Weight of the previous turn's estimate, in turns. Nothing is expected before a second turn."""
 _WINDOW: Final = 1024.0
 """Turns of a kind after which all that was counted of it counts half."""
 _LEAST_LIKELY: Final = 0.05
@@ -17,7 +17,7 @@ _MOST_USES: Final = 16.0
 
 
 class NextTurnModel:
-    """Learns which conversations go on, and how soon.
+    """Learns which conversations continue, and how soon.
 
     Reuse differs by the number of the turn more than by anything else that an engine sees ("KVCache Cache in the Wild",
     USENIX ATC 2025). Think times are counted in requests of all clients, as in all policies: how many others come in
@@ -44,7 +44,7 @@ class NextTurnModel:
         self._expect()
 
     def on_return(self, turn: int, num_requests: int) -> None:
-        """Note that a conversation went on after ``turn``, ``num_requests`` requests later."""
+        """Record that a conversation continued after ``turn``, ``num_requests`` requests later."""
         self._num_returned[_kind(turn)] += 1.0
         times = self._think_times
         times[min(num_requests.bit_length(), _NUM_BINS - 1)] += 1.0
@@ -56,7 +56,7 @@ class NextTurnModel:
         self.think_requests = max(2.0**bin_ * (1.0 + half / (2.0 * times[bin_])), 1.0)
 
     def probability(self, turn: int) -> float:
-        """Return how likely a conversation goes on after ``turn``."""
+        """Return the probability that a conversation continues after ``turn``."""
         likely = 0.0
         for kind in range(_kind(turn) + 1):
             num_returned = self._num_returned[kind] + _PRIOR * likely
@@ -64,11 +64,11 @@ class NextTurnModel:
         return likely
 
     def expected_turns(self, turn: int) -> float:
-        """Return how many more turns a conversation has after ``turn``, on average."""
+        """Return the mean number of further turns after ``turn``."""
         return self._expected_turns[_kind(turn)]
 
     def is_likely(self, turn: int) -> bool:
-        """Return whether what ``turn`` leaves is worth its place below the GPU."""
+        """Return whether the KV of ``turn`` should be stored below the GPU."""
         return self.probability(turn) >= _LEAST_LIKELY
 
     def _expect(self) -> None:

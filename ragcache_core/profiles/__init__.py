@@ -1,1 +1,1 @@
-"""What was measured of a model once: the times of its prefills, the quality of its reused chunks."""
+"""Saved measurements of a model: prefill times, and the quality of chunk reuse."""

@@ -1,4 +1,4 @@
-"""Measured qualities of chunk reuse on disk: one file for each model and selection."""
+"""Saved qualities of chunk reuse: one file per model and selection."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _KIND = "ragcache calibration"
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """What several alphas came to on a validation set (Cache-Craft §3.2, Eq. 13).
+    """The results of several alphas on a validation set (Cache-Craft §3.2, Eq. 13).
 
     ``model`` is a :func:`~ragcache_core.profiles.files.model_identity`, ``measured_at`` a date and time in ISO 8601.
     The ``points`` hold for that ``selection`` and ``max_recompute`` alone.
@@ -35,14 +35,14 @@ class Calibration:
 
     @classmethod
     def from_dict(cls, data: object) -> Self:
-        """Return the calibration that :meth:`to_dict` wrote.
+        """Return the calibration of a :meth:`to_dict`.
 
         Raises:
             ConfigError: ``data`` is something else, or of another version.
         """
         match data:
             case {"kind": kind, "format": int(version)} if kind == _KIND and version != FORMAT:
-                raise ConfigError(f"it has format {version}, this RAGCache reads {FORMAT}")
+                raise ConfigError(f"its format is {version}, this RAGCache reads format {FORMAT}")
             case {
                 "kind": kind,
                 "model": str(model),
@@ -54,24 +54,24 @@ class Calibration:
                 try:
                     measured = tuple(AlphaPoint(**point) for point in points)
                 except TypeError as error:
-                    raise ConfigError(f"a point of it is damaged: {error}") from error
+                    raise ConfigError(f"one of its points is invalid: {error}") from error
                 return cls(model, selection, max_recompute, measured_at, measured)  # type: ignore[arg-type]
-        raise ConfigError("it is no calibration")
+        raise ConfigError("the file is not a calibration")
 
 
 def calibration_path(model: str, selection: SelectionName) -> Path:
-    """Return where the calibration of ``model`` is kept, whether there is one or not."""
+    """Return the path of the calibration of ``model``, existing or not."""
     return kept_path("calibrations", model_identity(model), selection)
 
 
 def find_calibration(model: str, selection: SelectionName) -> Path | None:
-    """Return where the calibration of ``model`` lies, or ``None`` if there is none."""
+    """Return the path of the calibration of ``model``; ``None`` if there is none."""
     path = calibration_path(model, selection)
     return path if path.is_file() else None
 
 
 def save_calibration(calibration: Calibration, path: Path) -> None:
-    """Write ``calibration`` to ``path``, and make its folder. Atomic: when this raises, what was there still is.
+    """Write ``calibration`` to ``path``, and create its folder. Atomic.
 
     Raises:
         OSError: the disk is full, or the folder cannot be written to.

@@ -1,4 +1,4 @@
-"""What was measured of a model, as a file in the user's data folder: its name, how it is written, how it is read."""
+"""Saved measurements of a model as a file in the user's data folder: name, writing, reading."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _Kept = TypeVar("_Kept")
 
 
 def model_identity(model: str) -> str:
-    """Return what tells the weights of ``model`` from others.
+    """Return the identity of the weights of ``model``.
 
     For a folder its name and a digest of its configuration and of the names, sizes, first and last bytes of the
     weights' files, which is a matter of milliseconds for any size; for a name of the hub that name.
@@ -45,15 +45,14 @@ def model_identity(model: str) -> str:
 
 
 def kept_path(folder: str, identity: str, what_for: str) -> Path:
-    """Return where something measured of the model of that :func:`model_identity` is kept, for one hardware or use."""
+    """Return the path of a measurement of the model with a :func:`model_identity`, for one hardware or use."""
     digest = hashlib.sha256(f"{identity}\0{what_for}".encode("utf-8", "surrogateescape")).hexdigest()[:8]
     name = f"{_slug(identity)}--{_slug(what_for)}-{digest}.json"
     return Path(platformdirs.user_data_dir("ragcache")) / folder / name
 
 
 def write_json(data: Mapping[str, object], path: Path) -> None:
-    """Write plain JSON data to ``path``, and make its folder. Atomic: when this raises, what was there before
-    still is.
+    """Write plain JSON data to ``path``, and create its folder. Atomic.
 
     Raises:
         OSError: the disk is full, or the folder cannot be written to.
@@ -64,7 +63,7 @@ def write_json(data: Mapping[str, object], path: Path) -> None:
 
 
 def read_json(path: Path, read: Callable[[object], _Kept], what: str, cure: str) -> _Kept:
-    """Return what ``read`` makes of the JSON data at ``path``.
+    """Return the result of ``read`` on the JSON data at ``path``.
 
     Raises:
         ConfigError: the file cannot be read, is damaged, or was written by another version.

@@ -1,4 +1,4 @@
-"""Sizes of a model from its configuration."""
+"""A model's sizes from its configuration."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """Sizes of a model that its configuration names."""
+    """The sizes in a model's configuration."""
 
     vocab_size: int
     kv_bytes_per_token: int
@@ -39,7 +39,7 @@ class ModelFacts:
             ) from error
 
     def memory_bytes(self, num_tokens: int, scale: float, block_size: int) -> int:
-        """Return the memory for the KV of ``num_tokens`` times ``scale`` tokens, in whole blocks."""
+        """Return the bytes of KV of ``num_tokens`` times ``scale`` tokens, in whole blocks."""
         num_blocks = max(1, round(num_tokens * scale / block_size))
         return num_blocks * block_size * self.kv_bytes_per_token
 

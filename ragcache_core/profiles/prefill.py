@@ -1,4 +1,4 @@
-"""Measured prefill times on disk: one file for each model on each hardware."""
+"""Saved prefill times: one file per model and hardware."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _KIND = "ragcache profile"
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """A cost model, and what it was measured on.
+    """A cost model, and its model and hardware.
 
     ``model`` is a :func:`~ragcache_core.profiles.files.model_identity`, ``hardware`` a :func:`hardware_name`,
     ``measured_at`` a date and time in ISO 8601. ``spread`` is how far the times of a point lie apart, as a share of
@@ -47,14 +47,14 @@ class Profile:
 
     @classmethod
     def from_dict(cls, data: object) -> Self:
-        """Return the profile that :meth:`to_dict` wrote.
+        """Return the profile of a :meth:`to_dict`.
 
         Raises:
             ConfigError: ``data`` is something else, or of another version.
         """
         match data:
             case {"kind": kind, "format": int(version)} if kind == _KIND and version != FORMAT:
-                raise ConfigError(f"it has format {version}, this RAGCache reads {FORMAT}")
+                raise ConfigError(f"its format is {version}, this RAGCache reads format {FORMAT}")
             case {
                 "kind": kind,
                 "model": str(model),
@@ -74,11 +74,11 @@ class Profile:
                     model, hardware, measured_at, vllm_version, dtype, num_repeats, spread, times, steps,
                     tokens_per_gib, host_gib_per_s,
                 )  # fmt: skip
-        raise ConfigError("it is no profile")
+        raise ConfigError("the file is not a profile")
 
 
 def hardware_name(proc: Path = Path("/proc")) -> str:
-    """Return what the times of a model on this machine depend on: its GPUs, or else its processor and cores.
+    """Return the hardware on which prefill times depend: GPUs, or processor and cores.
 
     It is read from ``proc``, so that it needs no CUDA and is the same in every process.
     """
@@ -94,18 +94,18 @@ def hardware_name(proc: Path = Path("/proc")) -> str:
 
 
 def profile_path(model: str, hardware: str | None = None) -> Path:
-    """Return where the profile of ``model`` on this hardware is kept, whether there is one or not."""
+    """Return the path of the profile of ``model`` on this hardware, existing or not."""
     return kept_path("profiles", model_identity(model), hardware or hardware_name())
 
 
 def find_profile(model: str) -> Path | None:
-    """Return where the profile of ``model`` on this hardware lies, or ``None`` if it was not measured."""
+    """Return the path of the profile of ``model`` on this hardware; ``None`` if there is none."""
     path = profile_path(model)
     return path if path.is_file() else None
 
 
 def check_writable(path: Path) -> None:
-    """Refuse a place where no profile can be written, before anything is measured for it.
+    """Reject an unwritable path before the measurement.
 
     Raises:
         ConfigError: it is a folder, or below a file or a folder that cannot be written to.
@@ -118,7 +118,7 @@ def check_writable(path: Path) -> None:
 
 
 def save_profile(profile: Profile, path: Path) -> None:
-    """Write ``profile`` to ``path``, and make its folder. Atomic: when this raises, what was there before still is.
+    """Write ``profile`` to ``path``, and create its folder. Atomic.
 
     Raises:
         OSError: the disk is full, or the folder cannot be written to.

@@ -1,4 +1,4 @@
-"""A Llama with random weights, made on the spot: what it says is noise, what its prefill costs is not.
+"""A Llama with random weights: its answers are noise, its prefill times are realistic.
 
 The model is a pure function of its shape, so it is made once and kept in the user's cache folder. NumPy alone draws the
 weights: nothing here needs torch. A large one is made without, and vLLM draws them itself (``--load-format dummy``).
@@ -20,7 +20,7 @@ from ragcache_core.errors import ConfigError
 from ragcache_core.private_files import FOLDER_MODE, make_once
 
 _VERSION = 1
-"""Part of a model's name: what is made otherwise must not be taken for what was made before."""
+"""Part of a model's name, changed with the generator."""
 _STANDARD_DEVIATION = 0.02
 _NUM_SPECIAL = 3
 _CHAT_TEMPLATE = (
@@ -30,7 +30,7 @@ _CHAT_TEMPLATE = (
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """The sizes of a Llama; as they stand, 30 million parameters and 8 KiB of KV a token in float32.
+    """The sizes of a Llama; by default 30 million parameters, and 8 KiB of KV per token in float32.
 
     Raises:
         ConfigError: sizes that no Llama can have.
@@ -75,7 +75,7 @@ LLAMA_3_8B = ModelShape(
 
 
 def random_model(shape: ModelShape = ModelShape(), folder: Path | None = None, *, has_weights: bool = True) -> Path:
-    """Return the folder of a model of that shape in Hugging Face format; made the first time.
+    """Return the folder of a model of that shape in Hugging Face format, created at the first call.
 
     Atomic: a folder that is there is whole. ``folder`` holds such models, by default one in the user's cache folder.
     Without weights an engine loads it with ``--load-format dummy`` alone.
@@ -158,7 +158,7 @@ def _config(shape: ModelShape) -> dict[str, object]:
 
 
 def _tokenizer(vocab_size: int) -> dict[str, object]:
-    """Return a tokenizer for which a word between blanks is a token: ``w17`` is number 17."""
+    """Return a tokenizer with one token per word: ``w17`` is number 17."""
     special = ["<s>", "</s>", "<pad>"]
     words = [*special, *(f"w{i}" for i in range(_NUM_SPECIAL, vocab_size))]
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}

@@ -1,4 +1,4 @@
-"""How good answers stay when documents are reused, reordered or exchanged, and what is saved: real engines in turn."""
+"""The quality of answers with reused, reordered or replaced documents, and the savings, on real engines."""
 
 from ragcache_core.quality.answers import ScoredAnswer, answers_of, conversations_of
 from ragcache_core.quality.files import read_questions

@@ -20,7 +20,7 @@ _NUM_OPEN = 32
 
 
 class AnswerSource(Protocol):
-    """The part of an :class:`~ragcache_core.client.Engine` that answers."""
+    """The part of an :class:`~ragcache_core.client.Engine` that generates answers."""
 
     @property
     def tokenizer(self) -> PromptTokenizer: ...
@@ -67,7 +67,7 @@ def answers_of(
     arrange: Arrange | None = None,
     report: Callable[[int], object] = lambda _: None,
 ) -> list[ScoredAnswer]:
-    """Return the greedy answers, one question after another, so that each run has the same cache hits.
+    """Return greedy answers, one question after another, so that each run has the same cache hits.
 
     Args:
         engine: answers the questions.
@@ -98,13 +98,13 @@ def answers_of(
 
 
 def _uses(questions: Sequence[Question]) -> list[tuple[Document, str]]:
-    """Return every document once, with a question that it was retrieved for."""
+    """Return every document once, with a question that retrieved it."""
     found = {document.doc_id: (document, question.text) for question in questions for document in question.documents}
     return list(found.values())
 
 
 def scored(question: Question, generation: Generation, *, is_changed: bool = False) -> ScoredAnswer:
-    """Return an answer with how right it is."""
+    """Return an answer with its scores."""
     stats = generation.stats
     chunks = stats.chunk_reuse
     return ScoredAnswer(
@@ -124,7 +124,7 @@ def scored(question: Question, generation: Generation, *, is_changed: bool = Fal
 
 
 def conversations_of(questions: Sequence[Question]) -> list[list[Question]]:
-    """Return the questions as turns: each joins the latest conversation that holds one of its documents, or begins one.
+    """Return the questions as conversations: each joins the latest with one of its documents, or begins one.
 
     A conversation has 4 turns at most, and those of one turn are left out: there nothing comes again.
 
@@ -159,7 +159,7 @@ def answers_in_conversations(
     max_tokens: int = 64,
     report: Callable[[int], object] = lambda _: None,
 ) -> list[ScoredAnswer]:
-    """Return the greedy answers to all turns but the first ones; what was answered before is part of each prompt.
+    """Return greedy answers to all turns but the first; each prompt includes the earlier answers.
 
     With ``refers`` a document that the conversation shows already is referred to.
 

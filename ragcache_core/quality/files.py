@@ -1,4 +1,4 @@
-"""Questions from a file: our own lines, or one of the formats in which common sets of questions are published."""
+"""Read questions from a file: RAGCache's JSON lines, or a published data set."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def read_questions(
     limit: int | None = None,
     question_format: QuestionFormat = "auto",
 ) -> list[Question]:
-    """Return the questions of a file, in the order in which they are asked.
+    """Return the questions of a file in order.
 
     ``question_format`` is found out by the first record unless it is given. ``corpus`` is for our own format: see
     :func:`questions_of`. Of more than ``limit`` questions, those of each kind that come first are taken, as many of one
@@ -72,7 +72,7 @@ def _text(path: Path) -> str:
 
 
 def _first(text: str) -> object:
-    """Return a file's first record; None where it has none."""
+    """Return a file's first record; ``None`` if it has none."""
     try:
         _, record = next(_records(text), ("", None))
     except ValueError:
@@ -114,7 +114,7 @@ def _parsed(text: str, path: Path, model: type[_Model], expected: str) -> Iterat
 
 
 def _records(text: str) -> Iterator[tuple[str, object]]:
-    """Yield (place, record) of JSON lines, of a JSON list, or of the list that SQuAD has as its ``data``.
+    """Yield (place, record) of JSON lines, of a JSON list, or of SQuAD's list ``data``.
 
     Raises:
         json.JSONDecodeError: with the line of the file.

@@ -1,4 +1,4 @@
-"""Methods to answer: full computation, prefix caching, chunk reuse, other document orders, similar documents."""
+"""Methods of answering: full recompute, prefix caching, chunk reuse, document orders, substitution."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ragcache_core.types import SelectionName
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """Settings of an engine that answers the questions.
+    """The settings of an engine that answers the questions.
 
     Attributes:
         chunks: chunk reuse; ``None`` for exact answers, by plain vLLM unless the method uses RAGCache's cache index.
@@ -38,7 +38,7 @@ class Method:
         return self.document_order == "cache_aware" or self.max_score_loss is not None
 
     def cache(self, sizes: CacheConfig) -> CacheConfig | None:
-        """Return the cache to launch with: that of ``sizes`` with the method's reuse; None for plain vLLM."""
+        """Return the cache configuration: ``sizes`` with the method's reuse; ``None`` for plain vLLM."""
         is_plain = self.chunks is None and not self.uses_cache
         return None if is_plain else sizes.model_copy(update={"chunk_reuse": self.chunks})
 
@@ -48,7 +48,7 @@ PREFIX = Method("prefix caching")
 SHOWN_AGAIN = Method("shown again", refers=False)
 REFERRED_TO = Method("referred to", refers=True)
 NAIVE = Method("naive reuse", ChunkReuse(selection="cache_craft", alpha=0.0), encodes_independently=True)
-"""Documents computed alone, of whose KV only the positions are put right: what costs least, and what mending beats."""
+"""Documents computed alone, with only positions corrected: the cheapest baseline."""
 
 
 def chunk_methods(selection: SelectionName, alphas: Iterable[float], max_recompute: float = 1.0) -> list[Method]:

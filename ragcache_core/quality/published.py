@@ -1,4 +1,4 @@
-"""Questions in the shapes in which the common sets of them are published: a model, with a reader, for each format.
+"""Published question sets: a model and a reader for each format.
 
 Titles become the first line of their documents. What has no answer (``is_impossible``, ``answerable: false``) is left
 out: there is nothing to compare with.
@@ -38,14 +38,14 @@ Text = Annotated[str, AfterValidator(_not_blank)]
 
 
 class Published(BaseModel, ABC):
-    """A record of a file; ``expected`` says in its error what the format has."""
+    """A record of a file; ``expected`` describes the format in errors."""
 
     model_config = ConfigDict(frozen=True)
     expected: ClassVar[str]
 
     @abstractmethod
     def questions(self, aliases: Aliases) -> Iterator[Question]:
-        """Yield the questions that have an answer, each with the documents that are shown for it."""
+        """Yield the answerable questions with their documents."""
 
 
 class _SquadAnswer(BaseModel):
@@ -88,7 +88,7 @@ class _HubAnswers(BaseModel):
 
 
 class SquadRow(BaseModel):
-    """A question of SQuAD as the Hugging Face hub has it: a row names its paragraph and its article."""
+    """A question of SQuAD on the Hugging Face hub: a row names its paragraph and its article."""
 
     expected: ClassVar[str] = (
         'SQuAD on the hub has rows of {"title", "context", "question", "answers": {"text": [...]}}'
@@ -100,7 +100,7 @@ class SquadRow(BaseModel):
 
 
 def articles(rows: Iterable[SquadRow]) -> Iterator[Squad]:
-    """Yield the articles that the rows are of, with their paragraphs and questions in the rows' order."""
+    """Yield the articles of rows, with their paragraphs and questions in order."""
     found: dict[str, dict[str, list[_SquadQuestion]]] = {}
     for row in rows:
         answers = [_SquadAnswer(text=text) for text in row.answers.text if text.strip()]
@@ -112,7 +112,7 @@ def articles(rows: Iterable[SquadRow]) -> Iterator[Squad]:
 
 
 def _pairs(context: Any) -> Any:
-    """Return the columns of a file of the hub, {"title": [...], "sentences": [...]}, as the authors' own pairs."""
+    """Return the hub's columns, {"title": [...], "sentences": [...]}, as the authors' pairs."""
     match context:
         case {"title": [*titles], "sentences": [*sentences]} if len(titles) == len(sentences):
             return list(zip(titles, sentences, strict=True))
@@ -178,7 +178,7 @@ class Musique(Published):
 
 
 class LongBench(Published):
-    """A line of LongBench (Bai et al., 2024); a context of several passages becomes as many documents."""
+    """A line of LongBench (Bai et al., 2024); a context of several passages becomes several documents."""
 
     expected: ClassVar[str] = 'LongBench has lines of {"input", "context", "answers": [...], "dataset"}'
     input: Text
@@ -210,12 +210,12 @@ FORMATS: dict[QuestionFormat, type[Published]] = {
 
 
 def is_row(record: object) -> bool:
-    """Return whether a record of SQuAD is a row of the hub, and no article."""
+    """Return whether a record of SQuAD is a row of the hub rather than an article."""
     return isinstance(record, dict) and isinstance(record.get("context"), str)
 
 
 def format_of(record: object) -> QuestionFormat | None:
-    """Return the published format that a file's first record looks like, if any."""
+    """Return the published format of a file's first record; ``None`` if unknown."""
     match record:
         case {"documents": _}:
             return None

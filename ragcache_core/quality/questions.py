@@ -1,4 +1,4 @@
-"""Questions with known answers and the documents that they are asked over, as JSON lines of our own."""
+"""Questions with known answers and documents, as JSON lines."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ALL_KINDS = "all"
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A question, the answers that are right, its documents in the prompt's order, and what kind of question it is.
+    """A question with its right answers, its documents in prompt order, and its kind.
 
     ``scores`` are parallel to the documents, the larger, the nearer; empty where they are not known.
     """
@@ -89,12 +89,12 @@ def _document(item: str, place: str, corpus: Path | None, texts: dict[str, str])
 
 
 def text_document(text: str) -> Document:
-    """Return a document that is named by its text, so that it is the same wherever it is shown."""
+    """Return a document whose id is derived from its text, so that equal texts are one document."""
     return Document(hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:16], text)
 
 
 def share(questions: Sequence[Question], limit: int) -> list[Question]:
-    """Return at most ``limit`` questions, in order, equally many of each kind where there are enough."""
+    """Return at most ``limit`` questions in order, equally many of each kind if possible."""
     left: dict[str, int] = {}
     for question in questions:
         left[question.kind] = left.get(question.kind, 0) + 1

@@ -82,7 +82,7 @@ class QualityRun:
             yield method, answers
 
     def _arrange(self, ordering: OrderingClient, method: Method) -> Arrange | None:
-        """Return a function that arranges a question's documents; ``None`` for the retrieval order."""
+        """Return a function that orders a question's documents; ``None`` for retrieval order."""
         if method.document_order == "retrieval" and method.max_score_loss is None:
             return None
 

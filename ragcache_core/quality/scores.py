@@ -1,4 +1,4 @@
-"""How right an answer is: exact match, F1, ROUGE-L, Jaccard, all of normalised words; how surely two say the same."""
+"""Scores of answers: exact match, F1, ROUGE-L and Jaccard over normalised words; and confidence intervals."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ def words(text: str) -> list[str]:
 
 
 def exact_match(answer: str, expected: Sequence[str]) -> bool:
-    """Return whether the answer is one of those expected, word for word."""
+    """Return whether the answer equals an expected one, word for word."""
     found = words(answer)
     return any(found == words(text) for text in expected)
 
 
 def rouge_l(answer: str, expected: Sequence[str]) -> float:
-    """Return ROUGE-L F1 in [0, 1] against the expected answer that fits best.
+    """Return ROUGE-L F1 in [0, 1] against the best-matching expected answer.
 
     The harmonic mean of precision and recall of the longest common subsequence of words (Lin, 2004, with beta 1, as
     the ``rouge-score`` package and Cache-Craft §5.2 report it). Two texts without any word score 1.
@@ -40,7 +40,7 @@ def rouge_l(answer: str, expected: Sequence[str]) -> float:
 
 
 def token_f1(answer: str, expected: Sequence[str]) -> float:
-    """Return SQuAD's F1 in [0, 1] against the expected answer that fits best: of words, in whichever order.
+    """Return SQuAD's F1 in [0, 1] against the best-matching expected answer, over words in any order.
 
     Two texts without any word score 1.
     """
@@ -49,7 +49,7 @@ def token_f1(answer: str, expected: Sequence[str]) -> float:
 
 
 def jaccard(answer: str, expected: Sequence[str]) -> float:
-    """Return the distinct words in both as a share of those in either, in [0, 1], for the answer that fits best.
+    """Return the Jaccard similarity of distinct words in [0, 1], for the best-matching expected answer.
 
     Cache-Craft §5.2 reports it. Two texts without any word score 1.
     """
@@ -58,12 +58,12 @@ def jaccard(answer: str, expected: Sequence[str]) -> float:
 
 
 def is_same_text(one: str, other: str) -> bool:
-    """Return whether two answers say the same, word for word."""
+    """Return whether two answers are equal, word for word."""
     return words(one) == words(other)
 
 
 def wilson_interval(num_hits: int, num_tries: int) -> tuple[float, float]:
-    """Return the 95 % interval of a share that was observed so often (Wilson, 1927); all there is without tries."""
+    """Return the 95 % interval of an observed share (Wilson, 1927); [0, 1] without observations."""
     if num_tries == 0:
         return 0.0, 1.0
     share, z = num_hits / num_tries, NormalDist().inv_cdf(0.975)

@@ -49,7 +49,7 @@ class QualitySummary:
 def summarise(
     way: str, answers: Sequence[ScoredAnswer], reference: Sequence[ScoredAnswer] | None = None
 ) -> list[QualitySummary]:
-    """Return a summary for each kind, in the order in which kinds come, and one of all where there are several.
+    """Return a summary per kind in order, and one of all if there are several.
 
     ``reference`` are another method's answers to the same questions.
     """
@@ -60,7 +60,7 @@ def summarise(
 
 
 def overall(summaries: Sequence[QualitySummary]) -> QualitySummary:
-    """Return the summary of all questions among those of one method."""
+    """Return the summary of all questions of one method."""
     return summaries[-1]
 
 

@@ -1,4 +1,4 @@
-"""An open hash table from 32-bit anchor keys to records, looked up for all windows of a prompt at once."""
+"""An open hash table from 32-bit anchor keys to records, vectorised over all windows of a prompt."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class AnchorTable:
         return self._keys.nbytes + self._heads.nbytes + self._filter.nbytes
 
     def look_up(self, keys: NDArray[np.uint32]) -> NDArray[np.int32]:
-        """Return the record of each key, -1 where there is none."""
+        """Return the record of each key; -1 if there is none."""
         heads = np.full(len(keys), -1, np.int32)
         left = np.flatnonzero(self._filter[keys >> np.uint32(30 - self._bits)])
         wanted, mask = keys[left], len(self._keys) - 1
@@ -61,7 +61,7 @@ class AnchorTable:
         return max(int(self._heads[self._slot_of(key)]) - _FIRST_RECORD, -1)
 
     def replace(self, key: int, record: int) -> None:
-        """Set the record of a key that is in the table; -1 removes it."""
+        """Set the record of a stored key; -1 removes it."""
         self._heads[self._slot_of(key)] = max(record + _FIRST_RECORD, _REMOVED)
 
     def _allocate(self, num_slots: int) -> None:
@@ -79,7 +79,7 @@ class AnchorTable:
         return slot
 
     def _rebuild(self) -> None:
-        """Move all records to a table in which they take half of the slots at most."""
+        """Move all records to a table that is at most half full."""
         kept = np.flatnonzero(self._heads >= _FIRST_RECORD)
         keys, heads = self._keys[kept], self._heads[kept]
         self._allocate(max(_FEWEST_SLOTS, 1 << (2 * len(keys)).bit_length()))

@@ -11,7 +11,7 @@ _AFTER = ("\n", "\n\n", " ", '"', "<", ",", "1", "a", "\\n")
 
 
 def count_edges(encode: Callable[[str], Sequence[int]], text: str) -> tuple[int, int]:
-    """Return how many first and last tokens of a document may be others in a prompt.
+    """Return how many first and last tokens of a document may differ in a prompt.
 
     The first and last 120 characters are tokenised again next to typical text.
 

@@ -29,7 +29,7 @@ _HEAD = struct.Struct("<III")
 
 @dataclass(slots=True)
 class StoredRegistrations:
-    """What a journal says: points, restricted tenants, registrations by tenant and id, in order.
+    """The content of a journal: points, restricted tenants, registrations by tenant and id, in order.
 
     ``num_records`` counts the records of the journal, also those that others have replaced. A journal that ``is_cut``
     must be rewritten before records are appended.
@@ -54,7 +54,7 @@ def registered_record(tenant: str | None, registration: bytes) -> bytes:
 
 
 def forgotten_record(tenant: str | None, doc_id: DocId) -> bytes:
-    """Return the record of the end of a registration."""
+    """Return the record of a removed registration."""
     return _framed(b"F" + json.dumps([tenant, doc_id]).encode())
 
 
@@ -64,7 +64,7 @@ def restricted_record(tenants: Collection[str | None]) -> bytes:
 
 
 def read_journal(data: bytes) -> StoredRegistrations:
-    """Return what a journal says.
+    """Return the content of a journal.
 
     Raises:
         ValueError: it is damaged, or of another format.

@@ -1,4 +1,4 @@
-"""The texts by which prompts show a document: as it is, and escaped in JSON."""
+"""The texts with which prompts show a document: plain, and escaped in JSON."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 
 
 def text_forms(text: str) -> tuple[str, ...]:
-    """Return the distinct texts by which a prompt may show a document, the document's own first.
+    """Return the distinct texts with which a prompt may show a document, its own first.
 
     These are the text without white space around it, as a JSON string with and without non-ASCII characters, and as a
     JSON string inside another. A text without quotes, line ends, backslashes and non-ASCII characters has one form.

@@ -42,7 +42,7 @@ class PolynomialHash:
 
     @classmethod
     def random(cls) -> Self:
-        """Return a hash at points that only this process knows."""
+        """Return a hash with random points of this process."""
         one, other = (_MIN_POINT + secrets.randbelow(PRIME - _MIN_POINT) for _ in range(2))
         return cls((one, other))
 

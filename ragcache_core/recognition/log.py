@@ -1,4 +1,4 @@
-"""The log of all registrations: it orders them, bounds them, and tells each reader what has changed.
+"""The log of all registrations: orders and limits them, and gives readers the changes.
 
 ::
 
@@ -26,7 +26,7 @@ Key = tuple[str | None, DocId]
 
 @dataclass(frozen=True, slots=True)
 class LogChange:
-    """A registration, or with ``None`` the end of one."""
+    """A registration, or ``None`` for a removed one."""
 
     number: int
     tenant: str | None
@@ -66,11 +66,11 @@ class RegistrationLog:
         return frozenset(self._restricted)
 
     def restrict(self, tenants: Iterable[str | None]) -> None:
-        """Treat tenants as ones with such documents."""
+        """Mark tenants as having documents with access groups."""
         self._restricted.update(tenants)
 
     def append(self, tenant: str | None, registrations: Iterable[bytes]) -> int:
-        """Add registrations, in place of former ones of the same ids; return the number of the last change.
+        """Add registrations, replacing those with the same ids; return the number of the last change.
 
         The same text with the same access groups is no change.
 
@@ -115,7 +115,7 @@ class RegistrationLog:
                     used.move_to_end(doc_id)
 
     def changes(self, reader: int, after: int, limit: int) -> tuple[bool, list[LogChange]]:
-        """Return the next ``limit`` changes after a number, and whether the reader has to drop all that it has.
+        """Return the next ``limit`` changes after a number, and whether the reader must start over.
 
         With the call the reader says that it has read all changes up to ``after``.
         """
@@ -140,17 +140,17 @@ class RegistrationLog:
         return is_reset, found
 
     def min_read(self, num_readers: int) -> int:
-        """Return the number up to which every one of the readers has read."""
+        """Return the number up to which all readers have read."""
         return min(self._read.get(reader, 0) for reader in range(num_readers))
 
     def entries(self) -> Iterator[tuple[str | None, bytes]]:
-        """Yield all registrations, those used longest ago first within a tenant."""
+        """Yield all registrations, the least recently used first within a tenant."""
         for tenant, used in self._by_use.items():
             for doc_id in used:
                 yield tenant, self._entries[tenant, doc_id][1]
 
     def counts(self) -> Mapping[str | None, int]:
-        """Return how many documents each tenant has."""
+        """Return the number of documents of each tenant."""
         return {tenant: len(used) for tenant, used in self._by_use.items() if used}
 
     def _end(self, key: Key) -> None:

@@ -1,4 +1,4 @@
-"""The documents of a prompt without overlap, the longest first, and the text between them that is unknown."""
+"""The documents of a prompt without overlap, the longest first, and the unknown text between them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ragcache_core.types import DocId
 
 @dataclass(frozen=True, slots=True)
 class FoundDocument:
-    """A document at the tokens ``[start, end)`` of a prompt. Others with the same text make it ambiguous."""
+    """A document at tokens ``[start, end)`` of a prompt. Others with the same text make it ambiguous."""
 
     doc_id: DocId
     start: int
@@ -24,7 +24,7 @@ class FoundDocument:
 
 @dataclass(frozen=True, slots=True)
 class Recognition:
-    """What is known of a prompt.
+    """The result of recognition in a prompt.
 
     Attributes:
         documents: in the order of the prompt, without overlap.
@@ -38,14 +38,14 @@ class Recognition:
 
     @property
     def is_known(self) -> bool:
-        """Whether every text of the prompt that could be a document is a registered one."""
+        """Whether all text of the prompt that may be a document is a registered one."""
         return self.max_unknown_tokens < MIN_TOKENS
 
 
 def find_documents(
     hashing: PolynomialHash, registries: Sequence[Registry], token_ids: Sequence[int] | Tokens
 ) -> Recognition:
-    """Return the registered documents that a prompt shows whole.
+    """Return the registered documents that a prompt contains completely.
 
     Args:
         hashing: that of all registries.
@@ -68,7 +68,7 @@ def find_documents(
 
 
 def _without_overlap(found: Sequence[tuple[Candidate, int]]) -> list[Candidate]:
-    """Return the longest of the candidates, of equally long ones those with more of their edges, in prompt order."""
+    """Return the longest candidates, of equal ones those with more edge tokens, in prompt order."""
     ranked = sorted(found, key=lambda each: (each[0].start - each[0].end, -each[0].num_edge, each[1], each[0].doc_ids))
     taken: list[Candidate] = []
     firsts: list[int] = []
@@ -86,7 +86,7 @@ def _without_overlap(found: Sequence[tuple[Candidate, int]]) -> list[Candidate]:
 def _with_ids(
     taken: Sequence[Candidate], found: Sequence[tuple[Candidate, int]], num_tokens: int
 ) -> tuple[FoundDocument, ...]:
-    """Return spans that do not overlap. A text of several ids that a prompt shows again has the next of them."""
+    """Return spans without overlap. Repeats of a text with several ids get the next id."""
     ids_at: Counter[tuple[int, int, int]] = Counter()
     for candidate, _ in found:
         ids_at[candidate.start, candidate.end, candidate.num_edge] += len(candidate.doc_ids)

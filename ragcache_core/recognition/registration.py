@@ -1,4 +1,4 @@
-"""What is kept of a document for its recognition: hashes and edge tokens of each form, and access groups.
+"""The data for recognising a document: hashes and edge tokens of each form, and access groups.
 
 The text and the tokens of a document are not kept.
 """
@@ -13,14 +13,14 @@ from typing import Self
 from ragcache_core.types import DocId
 
 EDGE_WIDTH = 6
-"""Tokens of each edge that are kept."""
+"""Number of tokens kept of each edge."""
 _FORM = struct.Struct("<QIIIBBBB")
 _DIGEST_BYTES = 8
 
 
 @dataclass(frozen=True, slots=True)
 class DocumentForm:
-    """One text by which prompts show a document, as tokens.
+    """One text of a document in prompts, as tokens.
 
     Attributes:
         content: 64-bit hash of the interior, the tokens that do not depend on the text around the document.
@@ -45,7 +45,7 @@ class DocumentForm:
     is_tail_cut: bool = False
 
     def to_bytes(self) -> bytes:
-        """Return the form as :meth:`from_bytes` reads it."""
+        """Return the form as bytes for :meth:`from_bytes`."""
         num_edge = len(self.head) | self.is_head_cut << 4, len(self.tail) | self.is_tail_cut << 4
         fixed = (self.content, self.length, self.anchor_key, self.anchor_at, self.anchor_size, *num_edge, 0)
         edges = self.head + self.tail
@@ -90,11 +90,11 @@ class Registration:
             raise ValueError(f"digest has {len(self.digest)} bytes: it must have {_DIGEST_BYTES}")
 
     def is_same_text(self, other: Registration) -> bool:
-        """Return whether both are the same text with the same access groups."""
+        """Return whether both have the same text and access groups."""
         return self.digest == other.digest and self.acl == other.acl
 
     def to_bytes(self) -> bytes:
-        """Return the registration as :meth:`from_bytes` reads it."""
+        """Return the registration as bytes for :meth:`from_bytes`."""
         head = json.dumps([self.doc_id, self.acl, len(self.forms)], ensure_ascii=False).encode()
         forms = b"".join(form.to_bytes() for form in self.forms)
         return struct.pack("<I", len(head)) + head + self.digest + forms

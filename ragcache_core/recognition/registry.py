@@ -1,4 +1,4 @@
-"""The registered documents of one tenant, and where they may be in a prompt.
+"""The registered documents of one tenant, and their candidates in prompts.
 
 A document is its tokens, as they are alone. In a prompt its first and last tokens may be others, because tokenizers
 merge them with the text around. The rest, its interior, is in every prompt that shows the document::
@@ -67,7 +67,7 @@ class Candidate:
 
 
 class Registry:
-    """Registered documents. For one thread.
+    """Registered documents. Not thread-safe.
 
     Args:
         hashing: hashes ranges of tokens; the registrations were made with it.
@@ -95,17 +95,17 @@ class Registry:
 
     @property
     def acls(self) -> Mapping[DocId, tuple[str, ...]]:
-        """The access groups of the documents that have some."""
+        """The access groups of documents that have some."""
         return self._acls
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the arrays: without the ids and Python's dictionaries."""
+        """Bytes of the arrays, without ids and Python's dictionaries."""
         arrays = sum(column.nbytes for column in self._columns.values()) + self._edges.nbytes
         return arrays + sum(table.nbytes for table in (*self._tables.values(), self._contents))
 
     def is_registered(self, doc_id: DocId, digest: bytes, acl: tuple[str, ...] | None) -> bool:
-        """Return whether this text is registered by this id, with these access groups."""
+        """Return whether this text is registered with this id and access groups."""
         known = self._documents.get(doc_id)
         return known is not None and known[0] == digest and self._acls.get(doc_id) == acl
 
@@ -114,7 +114,7 @@ class Registry:
     def make_form(
         self, token_ids: Sequence[int] | Tokens, edges: tuple[int, int], taken: Collection[int] = frozenset()
     ) -> DocumentForm | None:
-        """Return a form for :meth:`add`; ``None`` where the text has too few tokens to be recognised.
+        """Return a form for :meth:`add`; ``None`` if the text has too few tokens.
 
         Args:
             token_ids: the tokens of the text alone.
@@ -144,7 +144,7 @@ class Registry:
         )
 
     def add(self, registration: Registration) -> bool:
-        """Register a document, in place of a former text with the same id.
+        """Register a document, replacing a former text with the same id.
 
         Returns:
             Whether it can be recognised: False where 64 others have the same interior, or the same windows in it.
@@ -209,7 +209,7 @@ class Registry:
             record = int(self._columns[links][record])
 
     def _without(self, links: str, head: int, record: int) -> int | None:
-        """Remove a record from a chain; return the new first record if it was the first."""
+        """Remove a record from a chain; return the new first record if the first changed."""
         after = int(self._columns[links][record])
         if head == record:
             return after
@@ -218,7 +218,7 @@ class Registry:
         return None
 
     def _rarest(self, table: AnchorTable, keys: NDArray[np.uint32], taken: Collection[int]) -> int:
-        """Return the earliest window that is no anchor yet, or that of the fewest documents."""
+        """Return the earliest window that is no anchor, or that of the fewest documents."""
         heads = table.look_up(keys)
         free = np.flatnonzero(heads < 0).tolist()
         at = next((at for at in free if int(keys[at]) not in taken), None) if taken else next(iter(free), None)
@@ -245,7 +245,7 @@ class Registry:
     # Recognition
 
     def candidates(self, tokens: Tokens, sums: Sums) -> list[Candidate] | None:
-        """Return the documents that a prompt shows whole; they may overlap. ``None`` where it is too many."""
+        """Return the documents that a prompt contains completely; they may overlap. ``None`` if there are too many."""
         verified = self._verified(sums, len(tokens))
         if verified is None or len(verified[0]) > _MAX_CANDIDATES:
             return None
@@ -254,7 +254,7 @@ class Registry:
         return [each for first, record in found if (each := self._candidate(tokens, record, first)) is not None]
 
     def _verified(self, sums: Sums, num_tokens: int) -> tuple[NDArray[np.int32], NDArray[np.int64]] | None:
-        """Return records whose interior is in a prompt, and where it begins; ``None`` where it is too many."""
+        """Return records whose interior is in a prompt with their positions; ``None`` if there are too many."""
         columns, all_records, all_starts, num_remaining = self._columns, [], [], _MAX_PLACES
         for size, table in self._tables.items():
             if not table:
@@ -279,7 +279,7 @@ class Registry:
         return records[is_whole], starts[is_whole]
 
     def _candidate(self, tokens: Tokens, record: int, first: int) -> Candidate | None:
-        """Return a verified interior with its edges; ``None`` where other text is in their place."""
+        """Return a verified interior with its edges; ``None`` if they do not match."""
         last = first + int(self._columns["length"][record])
         head = self._edge(tokens, record, first, is_tail=False)
         tail = self._edge(tokens, record, last, is_tail=True)
@@ -290,7 +290,7 @@ class Registry:
         return Candidate(min(head[0], first), max(tail[0], last), first, last, head[1] + tail[1], doc_ids, acls)
 
     def _edge(self, tokens: Tokens, record: int, at: int, *, is_tail: bool) -> tuple[int, int] | None:
-        """Return where a document begins or ends, given its interior's end, and how much of its edge is there."""
+        """Return a document's start or end from its interior's, and how much of its edge matches."""
         row = self._edges[record]
         edge = [token for token in (row[EDGE_WIDTH:] if is_tail else row[:EDGE_WIDTH]).tolist() if token >= 0]
         is_cut = bool(self._columns["is_tail_cut" if is_tail else "is_head_cut"][record])
@@ -304,7 +304,7 @@ class Registry:
         return (i if is_tail else i + 1), abs(i - at) if is_tail else at - 1 - i
 
     def _edge_by_text(self, tokens: Tokens, edge: Sequence[int], at: int, *, is_tail: bool) -> tuple[int, int] | None:
-        """Return the end of an edge whose bytes are in the prompt, in these tokens or in others.
+        """Return the end of an edge whose bytes are in the prompt, with the same tokens or others.
 
         A token with more than the edge's text belongs to the text around at the end, and to the document at the
         beginning, as in ``prompt.segment_tokens``.

@@ -1,4 +1,4 @@
-"""Texts in the tokens of a prompt that shows them, for clients that name their documents by text.
+"""Find texts in the tokens of a prompt, for clients that name documents by text.
 
 The bytes of the prompt's tokens are compared with the text's, without white space, which tokenizers put into tokens,
 leave out or add::
@@ -41,7 +41,7 @@ class PromptTexts:
         self._sizes = np.array([len(each) for each in self._bytes or ()], np.int64)
 
     def find(self, token_ids: Sequence[int], texts: Iterable[tuple[str, int]]) -> list[tuple[int, int] | None]:
-        """Return where a prompt shows texts, which are in the order of the prompt.
+        """Return the spans of texts in a prompt, given in prompt order.
 
         Args:
             token_ids: the prompt.
@@ -81,14 +81,14 @@ def _without_space(data: bytes) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class _Bytes:
-    """The bytes of a prompt without white space, and where each of its tokens ends in them."""
+    """The bytes of a prompt without white space, and the end of each token in them."""
 
     shown: bytes
     ends: NDArray[np.int64]
 
     @classmethod
     def of(cls, known: Sequence[bytes] | None, sizes: NDArray[np.int64], token_ids: Sequence[int]) -> _Bytes | None:
-        """Return those of ``token_ids``; ``None`` where they are not known. Other ids have no bytes."""
+        """Return the bytes of ``token_ids``; ``None`` if unknown. Unknown ids have no bytes."""
         if known is None:
             return None
         last = len(known) - 1
@@ -99,7 +99,7 @@ class _Bytes:
         return cls(b"".join(map(known.__getitem__, token_ids)), np.cumsum(sizes[ids]))
 
     def place_of(self, text: str, num_others: int, position: int) -> tuple[int, int] | None:
-        """Return the tokens of ``text`` from the token ``position`` on, after ``num_others`` other occurrences."""
+        """Return the token span of ``text`` from token ``position`` on, after ``num_others`` other occurrences."""
         needle, ends = _without_space(text.encode("utf-8", "replace")), self.ends
         at = self.shown.find(needle, int(ends[position - 1]) if position else 0) if needle else -1
         for _ in range(num_others):
@@ -116,7 +116,7 @@ class _Bytes:
 def _place_of_tokens(
     ids: Sequence[int], haystack: bytes, token_ids: Sequence[int], position: int
 ) -> tuple[int, int] | None:
-    """Return the tokens of a text from ``position`` on; its first and last may be others, merged with what is beside.
+    """Return the token span of a text from ``position`` on; its edge tokens may be merged with adjacent text.
 
     ``haystack`` holds ``token_ids`` as 32-bit numbers.
     """

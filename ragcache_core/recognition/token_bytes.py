@@ -1,4 +1,4 @@
-"""The bytes of each token of a vocabulary, by which a document's span ends where its text ends."""
+"""The bytes of each token, by which a document's span ends where its text ends."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 def bytes_of_tokens(tokens: Sequence[str | None], kind: TokenKind) -> list[bytes]:
-    """Return the bytes of each token id; empty where the vocabulary has none.
+    """Return the bytes of each token id; empty for unknown ones.
 
     Args:
         tokens: the vocabulary's texts, by token id.

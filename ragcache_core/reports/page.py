@@ -1,4 +1,4 @@
-"""What measurements and simulations leave to be read: tables for a terminal, and reports as a page or as pictures."""
+"""Output of measurements and simulations: tables for a terminal, and reports as pages or pictures."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ th { font-weight: 600; vertical-align: bottom; } small { color: var(--dim); }
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Rows of cells under heads; a cell may end in the interval of its figure, as ``1.2 [1.1, 1.3]``.
+    """Rows of cells below headers; a cell may end in an interval, such as ``1.2 [1.1, 1.3]``.
 
     The first ``num_names`` columns are words, the others figures.
     """
@@ -51,7 +51,7 @@ class Table:
         return f"{self.title}\n{text}" if self.title else text
 
     def html(self) -> str:
-        """Return the table as HTML, under its title."""
+        """Return the table as HTML with its title."""
         head = self._row("th", self.heads, escape)
         body = "".join(self._row("td", row, _cell) for row in self.rows)
         title = f"<h2>{escape(self.title)}</h2>" if self.title else ""
@@ -65,7 +65,7 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Plots and tables with what they were made of.
+    """Plots and tables with their settings.
 
     Attributes:
         lead: a few sentences: of what, on what, with what; they stand below a picture as well.
@@ -83,7 +83,7 @@ class Report:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def html(self) -> str:
-        """Return a page that needs nothing else."""
+        """Return a self-contained page."""
         figures = "".join(f"<figure>{_inline(plot)}</figure>" for plot in self.plots)
         shown = [(name.replace("_", " "), worded(name, value)) for name, value in self.options.items()]
         parts = [
@@ -101,7 +101,7 @@ class Report:
         return f"{title}{head}</head><body>{''.join(parts)}</body></html>\n"
 
     def save(self, path: Path) -> None:
-        """Write the page, or for ``.png`` and ``.svg`` the plots, two in a row, above lead and warnings.
+        """Write the page, or for ``.png`` and ``.svg`` the plots in two columns, below lead and warnings.
 
         The file is replaced whole.
 
@@ -119,7 +119,7 @@ class Report:
             file.write((self.html() if path.suffix == ".html" else picture.svg()).encode())
 
     def save_each(self, path: Path, names: Iterable[str]) -> list[Path]:
-        """Write every plot as PNG beside ``path``, with its name from ``names``, and return where they are."""
+        """Write every plot as PNG beside ``path``, named by ``names``, and return the paths."""
         images = []
         for name, plot in zip(names, self.plots, strict=True):
             images.append(path.with_name(f"{path.stem}-{name}.png"))
@@ -128,7 +128,7 @@ class Report:
 
 
 def worded(name: str, value: Any) -> str:
-    """Return an option's value as it is read, sizes in MiB."""
+    """Return an option's value as text, sizes in MiB."""
     if value is None:
         return "not given"
     if isinstance(value, list | tuple):

@@ -66,7 +66,7 @@ _SETTINGS: Mapping[Any, Any] = {
 
 @dataclass(frozen=True, slots=True)
 class Style:
-    """How a name is drawn."""
+    """The style of a name in plots."""
 
     colour: str
     marker: str
@@ -75,7 +75,7 @@ class Style:
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """One pair of axes: what draws it, and the names that its legend has."""
+    """One pair of axes: its drawing function, and the names in its legend."""
 
     names: tuple[str, ...]
     draw: Callable[[Axes], None]
@@ -83,7 +83,7 @@ class Panel:
 
 @dataclass(frozen=True, slots=True)
 class Plot:
-    """One figure of one panel or several, two in a row, drawn when it is asked for.
+    """A figure of one or more panels in two columns, drawn on demand.
 
     Legends stand below the axes and never on them. ``note`` stands below everything: what the figure was made of.
     """
@@ -93,7 +93,7 @@ class Plot:
     note: str = ""
 
     def svg(self) -> str:
-        """Return the plot as an SVG document: the same data gives the same text.
+        """Return the plot as an SVG document, deterministic by its data.
 
         Raises:
             ConfigError: matplotlib is not installed.
@@ -160,7 +160,7 @@ def lines(
     log_y: bool = False,
     spread: Mapping[str, Points] | None = None,
 ) -> Plot:
-    """Return a plot with a line through the points of each series.
+    """Return a plot with a line per series.
 
     Args:
         title: of the plot.
@@ -206,7 +206,7 @@ def bars(
     intervals: Mapping[str, tuple[float, float]] | None = None,
     at_least: Container[str] = (),
 ) -> Plot:
-    """Return a plot with a bar for each name in each group; a name that a group lacks leaves a gap.
+    """Return a plot with a bar per name and group; missing values leave a gap.
 
     Args:
         title: of the plot.
@@ -252,12 +252,12 @@ def bars(
 
 
 def beside(title: str, plots: Sequence[Plot], note: str = "") -> Plot:
-    """Return one plot with the panels of all, two in a row; each keeps its own title."""
+    """Return one plot with all panels in two columns; each keeps its title."""
     return Plot(title, tuple(panel for plot in plots for panel in plot.panels), note)
 
 
 def styles_of(names: Iterable[str]) -> dict[str, Style]:
-    """Return the style of each name: its own in every plot, unless two names of this one would have the same style.
+    """Return the style of each name: fixed over all plots, unless two names of this one collide.
 
     Names that agree up to a comma have one colour: what follows it decides between dashes.
     """
@@ -278,7 +278,7 @@ def styles_of(names: Iterable[str]) -> dict[str, Style]:
 
 
 def _legend_columns(names: Sequence[str], width_inches: float) -> int:
-    """Return how many names stand side by side."""
+    """Return the number of names per legend row."""
     if not names:
         return 1
     most = max(int(width_inches / (max(map(len, names)) * _CHARACTER_INCHES + 0.6)), 1)
@@ -303,7 +303,7 @@ def _scale(axes: Axes, log_x: bool, log_y: bool, all_x: Sequence[float]) -> None
 
 
 def log_ticks(low: float, high: float) -> list[float]:
-    """Return three round numbers or more between two, for a logarithmic axis."""
+    """Return at least three round numbers between two, for a logarithmic axis."""
     from matplotlib.ticker import MaxNLocator
 
     exponents = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
@@ -317,7 +317,7 @@ def log_ticks(low: float, high: float) -> list[float]:
 
 
 def _apart(values: Sequence[float]) -> list[float]:
-    """Return those of ascending values whose numbers do not run into each other on a logarithmic axis."""
+    """Return those of ascending values whose labels do not overlap on a logarithmic axis."""
     if len(values) < 2:
         return list(values)
     inches_per_log = _AXIS_INCHES / math.log(values[-1] / values[0])

@@ -1,4 +1,4 @@
-"""Staged retrieval: documents in a folder, searched by meaning, with a guess after every stage of the search."""
+"""Staged retrieval: a store of documents in a folder, searched by meaning, which yields candidates after each stage."""
 
 from ragcache_core.retrieval.base import IndexOptions
 from ragcache_core.retrieval.embedders.base import (

@@ -1,4 +1,4 @@
-"""What every staged index offers: one-shot search by the unmodified Faiss index, and the same search cut in stages.
+"""The interface of a staged index: search by the unmodified Faiss index, and the same search in stages.
 
 A staged search may be cut anywhere, but its LAST stage returns what ``index.search`` returns, ids and distances, bit
 for bit. Earlier stages are guesses. Indexes are immutable once they are published: ``with_added`` and ``without``
@@ -42,7 +42,7 @@ _MAX_RATIO_UPDATE = 4.0
 """Limit of the ratio of expected to measured time of one search."""
 _PACE_WEIGHT = 0.2
 _LEAST_TIMED_S = 0.0002
-"""A shorter search is mostly the cost of its calls and says nothing of longer ones."""
+"""A shorter search measures mostly call overhead."""
 
 _NEEDED_BY = {
     "retrieval": "document stores and their search need",
@@ -52,7 +52,7 @@ _NEEDED_BY = {
 
 
 def extra_module(name: str, extra: str = "retrieval") -> Any:
-    """Return a module of an extra.
+    """Import and return a module of an extra.
 
     Raises:
         ConfigError: the extra is not installed.
@@ -67,7 +67,7 @@ def extra_module(name: str, extra: str = "retrieval") -> Any:
 
 
 class _Faiss:
-    """The module ``faiss``, imported when something of it is first asked for."""
+    """The module ``faiss``, imported at first use."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(extra_module("faiss"), name)
@@ -124,7 +124,7 @@ class IndexOptions:
 
     @property
     def is_similarity(self) -> bool:
-        """Whether larger scores are nearer."""
+        """Whether larger scores mean nearer documents."""
         return self.metric == "ip"
 
 
@@ -135,7 +135,7 @@ def _check_count(name: str, value: object, least: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Neighbors:
-    """Internal ids, best first, and their squared L2 distances or inner products. Faiss's fillers (-1) are gone.
+    """Internal ids, best first, with squared L2 distances or inner products, without Faiss's padding ids (-1).
 
     ``ids: [n] int64``, ``scores: [n] float32`` with ``n <= k``.
     """
@@ -151,7 +151,7 @@ class Neighbors:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """What a search knows after a stage. The final one is the unmodified index's answer."""
+    """The candidates of a search after a stage. The final stage is the unmodified index's result."""
 
     neighbors: Neighbors
     is_final: bool
@@ -159,17 +159,17 @@ class Stage:
 
 @dataclass(slots=True)
 class Cancellation:
-    """A flag that stops a staged search. The search checks it before each call of Faiss."""
+    """A flag that stops a staged search before its next call of Faiss."""
 
     is_cancelled: bool = False
 
     def cancel(self) -> None:
-        """Stop the search after the call that runs now."""
+        """Stop the search after its present call."""
         self.is_cancelled = True
 
 
 class SearchThroughput:
-    """How many multiply-adds a millisecond of search does, learnt from searches that ran. Thread-safe.
+    """Multiply-adds per millisecond of search, learned from earlier searches. Thread-safe.
 
     A moving geometric mean: one search of a second in the place of a millisecond's moves it by a quarter.
     """
@@ -180,7 +180,7 @@ class SearchThroughput:
 
     @property
     def multiply_adds_per_ms(self) -> float:
-        """The pace now."""
+        """The present throughput."""
         return self._per_ms
 
     def record(self, work: float, duration_s: float) -> None:
@@ -195,7 +195,7 @@ class SearchThroughput:
 
 
 class StagedIndex(Protocol):
-    """A published index: immutable, searchable from many threads at once."""
+    """A published index: immutable and thread-safe."""
 
     options: IndexOptions
     layout: str
@@ -217,7 +217,7 @@ class StagedIndex(Protocol):
         ...
 
     def search(self, query: Vectors, k: int, *, among: Selection | None = None) -> Neighbors:
-        """Return ``index.search(query, k)``, or the exact answer where that one finds fewer than ``k``.
+        """Return ``index.search(query, k)``, or an exact search if that finds fewer than ``k``.
 
         ``among`` some documents it is Faiss's own search with a selector, and as many of them are looked at as there
         would be of all, so that a search among few is exact. Fewer than ``k`` come back only where there are fewer.
@@ -225,7 +225,7 @@ class StagedIndex(Protocol):
         ...
 
     def work(self, k: int, among: Selection | None = None) -> float:
-        """Return about how many multiply-adds a search costs."""
+        """Return the approximate number of multiply-adds of a search."""
         ...
 
     def stages(
@@ -310,6 +310,6 @@ def cut_points(cuts: Sequence[float], total: int, least: int = 1) -> list[int]:
 
 
 def best_first(scores: Vectors, ids: Ids, is_similarity: bool) -> NDArray[np.intp]:
-    """Return the order in which Faiss reports a result heap: ties by ascending id (L2) or descending id (IP)."""
+    """Return the order of a result heap as Faiss reports it: ties by ascending id (L2) or descending id (IP)."""
     order: NDArray[np.intp] = np.lexsort((-ids, -scores) if is_similarity else (ids, scores))
     return order

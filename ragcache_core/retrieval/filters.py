@@ -1,4 +1,4 @@
-"""Metadata filters: expressions over fields of the metadata, and the documents that they select.
+"""Metadata filters: expressions over metadata fields, and the documents that they select.
 
 The common subset of LangChain's and LlamaIndex's filters. A document without a field has the value ``None`` there: only
 ``ne``, ``nin`` and ``is_empty`` accept it, and ``eq`` if it compares with ``None``.
@@ -43,7 +43,7 @@ _MONGO = {**{f"${name}": name for name in _OPERATORS}, "$neq": "ne"}
 
 @dataclass(frozen=True, slots=True)
 class FieldCondition:
-    """What one field of the metadata must be. Lists are kept as tuples.
+    """A condition on one metadata field. Lists are stored as tuples.
 
     Raises:
         ConfigError: there is no such operator, or it has nothing to do with such a value.
@@ -74,7 +74,7 @@ class FieldCondition:
             raise self._refused("give a text")
 
     def accepts(self, value: object) -> bool:
-        """Return whether a field with this value passes; ``None`` is that of a document without it."""
+        """Return whether a document with this value passes; ``None`` if the document lacks the field."""
         wanted: Any = self.value
         match self.operator:
             case "eq":
@@ -110,7 +110,7 @@ class FieldCondition:
         return bool(compared <= wanted)
 
     def misfit(self, kinds: Mapping[str, object]) -> str | None:
-        """Return why no value of a field could pass that has values of these kinds, each with an example.
+        """Return why no value of these kinds (each with an example) can pass; ``None`` if one can.
 
         ``None`` where one could, or where nothing is wrong with asking for a field that no document has.
         """
@@ -140,21 +140,21 @@ class FieldCondition:
 
 @dataclass(frozen=True, slots=True)
 class AllOf:
-    """Every condition is met; so it is where there are none."""
+    """All conditions must hold; true if there are none."""
 
     conditions: tuple[Where, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class AnyOf:
-    """At least one condition is met."""
+    """At least one condition must hold."""
 
     conditions: tuple[Where, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Not:
-    """The condition is not met."""
+    """The condition must not hold."""
 
     condition: Where
 
@@ -164,7 +164,7 @@ Where = FieldCondition | AllOf | AnyOf | Not
 
 
 def parse_filter(given: Mapping[str, Any], *, depth: int = 0) -> Where:
-    """Return the expression of a filter as LangChain's vector stores write it.
+    """Return the expression of a filter in the syntax of LangChain's vector stores.
 
     ``{"town": "Aro", "year": {"$gte": 2020, "$lt": 2024}}``, with values or ``$eq $ne $gt $gte $lt $lte $in $nin
     $contains $any $all $text_match $text_match_insensitive $is_empty``, a list for ``$in``, and ``{"$and": [...]}``,
@@ -217,7 +217,7 @@ def _field_parsed(field: str, conditions: Mapping[Any, Any], depth: int) -> Iter
 
 def _check_depth(depth: int) -> None:
     if depth > _MAX_DEPTH:
-        raise ConfigError(f"filters stand in one another more than {_MAX_DEPTH} deep: join them in fewer $and and $or")
+        raise ConfigError(f"filters are nested more than {_MAX_DEPTH} levels deep: use fewer nested $and and $or")
 
 
 def _joined(parts: list[Where]) -> Where:
@@ -261,7 +261,7 @@ _KINDS: dict[type, str] = {
 
 
 def kind_of(value: object) -> str:
-    """Return what sort of JSON value it is: values of different sorts are never equal, nor less or more."""
+    """Return the kind of a JSON value; values of different kinds are neither equal nor ordered."""
     return _KINDS.get(type(value), "object")
 
 
@@ -277,7 +277,7 @@ def _holds(value: object, wanted: object) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class Column:
-    """A field of a segment's documents, by ascending internal id: ``values[codes[i]]``; the first is ``None``."""
+    """A field of a segment's documents by ascending internal id: ``values[codes[i]]``; the first value is ``None``."""
 
     values: list[object]
     codes: NDArray[np.int32]
@@ -285,12 +285,12 @@ class Column:
     """The kinds of its values, but for ``None``, each with an example."""
 
     def holding(self, accepts: Callable[[object], bool]) -> Mask:
-        """Return which documents have a value that is accepted: ``[n]``."""
+        """Return the mask of documents with an accepted value: ``[n]``."""
         return np.array([accepts(value) for value in self.values], np.bool_)[self.codes]
 
 
 def read_columns(metadata: Iterable[str], fields: Iterable[str]) -> dict[str, Column]:
-    """Return the columns of ``fields`` from each document's metadata, which is JSON."""
+    """Return the columns of ``fields`` from each document's JSON metadata."""
     codes: dict[str, list[int]] = {field: [] for field in fields}
     numbers: dict[str, dict[object, int]] = {field: {None: 0} for field in codes}
     values: dict[str, list[object]] = {field: [None] for field in codes}
@@ -322,7 +322,7 @@ def _kinds(values: Iterable[object]) -> dict[str, object]:
 
 
 def evaluate(where: Where, columns: Mapping[str, Column], count: int) -> Mask:
-    """Return which of a segment's ``count`` documents pass: ``[count]``."""
+    """Return the mask of a segment's ``count`` documents that pass: ``[count]``."""
     match where:
         case FieldCondition():
             return columns[where.field].holding(where.accepts)
@@ -341,7 +341,7 @@ def evaluate(where: Where, columns: Mapping[str, Column], count: int) -> Mask:
 
 
 class Selection:
-    """The documents that a search is limited to, by internal id; or the rows of an index. Immutable.
+    """The documents that a search is limited to, by internal id or by index row. Immutable.
 
     ``ids`` ascend; ``mask`` says of each number below ``length`` whether it is one of them.
     """
@@ -356,7 +356,7 @@ class Selection:
         return len(self.ids)
 
     def has(self, ids: Ids) -> Mask:
-        """Return which of some internal ids are selected: ``[len(ids)]``."""
+        """Return the mask of selected ids: ``[len(ids)]``."""
         last = len(self.mask) - 1
         if last < 0:
             return np.zeros(len(ids), np.bool_)
@@ -364,7 +364,7 @@ class Selection:
         return found
 
     def rows_in(self, ids: Ids) -> Selection:
-        """Return the selected rows of an index that has these internal ids. Remembered for the last index."""
+        """Return the selected rows of an index with these internal ids. Cached for the last index."""
         known = self._rows
         if known is None or known[0] is not ids:
             known = self._rows = ids, Selection(np.flatnonzero(self.has(ids)), len(ids))
@@ -372,12 +372,12 @@ class Selection:
 
     @functools.cached_property
     def selector(self) -> Any:
-        """Faiss's selector of the ids, for its own searches."""
+        """Faiss's selector of the ids."""
         return bitmap_selector(self.mask)
 
 
 def bitmap_selector(mask: Mask) -> Any:
-    """Return Faiss's selector of the places that are true. It keeps the bits that it reads."""
+    """Return Faiss's selector of the true places. It holds the bits that it reads."""
     bits = np.packbits(mask, bitorder="little")
     selector = faiss.IDSelectorBitmap(len(bits), faiss.swig_ptr(bits))
     selector.kept_bits = bits  # or they would be freed under it

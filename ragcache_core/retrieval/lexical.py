@@ -1,4 +1,4 @@
-"""Lexical search: words of documents in an FTS5 table of each segment, and BM25 over all segments of a snapshot.
+"""Lexical search: an FTS5 table of words per segment, and BM25 over all segments of a snapshot.
 
 FTS5 ranks by the statistics of one table, and a store has several segments. So FTS5 holds the inverted index, and BM25
 is computed here from the live documents of all segments. A score depends on the documents of the snapshot alone, not on
@@ -115,7 +115,7 @@ class WordIndex:
         self.num_words: NDArray[np.int64] = np.ascontiguousarray(table[:, 1])
 
     def posting(self, word: str) -> Posting:
-        """Return the rows of the documents that have ``word``, as positions in :attr:`ids`, and its counts."""
+        """Return the rows of documents with ``word``, as positions in :attr:`ids`, and its counts."""
         with self._lock:
             posting = self._postings.pop(word, None)
             if posting is None:
@@ -156,7 +156,7 @@ class WordScores:
         self._scores: Similarities = -np.expm1(np.concatenate([np.zeros(0), *live]) * (-_STEEPNESS / (typical or 1.0)))
 
     def best(self, count: int, among: Selection | None = None) -> Ids:
-        """Return the ids of the ``count`` documents with the highest scores above 0, in no order; ties by lowest id."""
+        """Return the ids of the ``count`` documents with the highest positive scores, unordered; ties by lowest id."""
         matching = np.flatnonzero(self._scores)
         if among is not None:
             matching = matching[among.has(self._ids[matching])]

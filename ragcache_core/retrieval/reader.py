@@ -1,4 +1,4 @@
-"""The part of a document store that reads: documents by their ids, and searches in one stage or several."""
+"""The reading part of a document store: documents by id, and searches in one stage or several."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ragcache_core.types import DocId, Document, RetrievalUpdate
 
 
 class StoreReader:
-    """The part of :class:`~ragcache_core.retrieval.store.DocumentStore` that reads: one immutable snapshot at a time.
+    """The reading part of :class:`~ragcache_core.retrieval.store.DocumentStore`, on one immutable snapshot at a time.
 
     A call keeps the snapshot that was published last when it began.
     """
@@ -33,7 +33,7 @@ class StoreReader:
     # Looking up
 
     def get(self, doc_ids: Iterable[DocId], *, missing_ok: bool = False) -> list[Document]:
-        """Return documents in the order of ``doc_ids``; ``missing_ok`` leaves out those that are not stored.
+        """Return documents in the order of ``doc_ids``; with ``missing_ok`` without those that are not stored.
 
         Raises:
             UnknownDocumentError: one of them is not stored.
@@ -124,7 +124,7 @@ class StoreReader:
         score_threshold: float | None = None,
         mmr: MMR | None = None,
     ) -> AsyncGenerator[RetrievalUpdate, None]:
-        """Yield what the search knows after each stage; the last update is final and equals :meth:`search`'s.
+        """Yield the candidates after each stage of a search; the last update is final and equals :meth:`search`'s.
 
         ``stages`` is a number of them, or increasing shares of the work as ``(0.1, 0.5, 1.0)``; by default 5, 15, 40
         and 100 %, without those that would, by the searches so far, take less than about a millisecond. An HNSW index
@@ -151,7 +151,7 @@ class StoreReader:
         score_threshold: float | None = None,
         mmr: MMR | None = None,
     ) -> AsyncGenerator[RetrievalUpdate, None]:
-        """Yield what the search knows after each stage. See :meth:`search_staged`."""
+        """Yield the candidates after each stage of a vector search. See :meth:`search_staged`."""
         snapshot, threads = self.begin_search()
         demand = SearchQuery.of(snapshot, k, where, score_threshold, mmr)
         question = SearchQuestion(check_query(vector, snapshot.manifest.dimension))
@@ -175,7 +175,7 @@ class StoreReader:
             )
 
     def begin_search(self) -> tuple[Snapshot, SearchThreads]:
-        """Return the state that a search beginning now keeps until it ends, and the threads that run it.
+        """Return the state for a new search, which it keeps until its end, and the threads that run it.
 
         Raises:
             StoreError: the store was closed, or opened before a fork.
@@ -192,42 +192,42 @@ class StoreReader:
 
     @property
     def identity(self) -> str:
-        """What names the store in every process: what is learnt of its searches is kept under it."""
+        """Identity of the store in every process, under which search statistics are saved."""
         return str(self._folder)
 
     @property
     def embedder(self) -> Embedder:
-        """The embedder; of a trainable one, the store's own fitted copy."""
+        """The embedder; for a trainable one, the store's fitted copy."""
         return self._snapshot.embedder
 
     @property
     def dimension(self) -> int | None:
-        """Dimensions of the vectors; ``None`` until the embedder was first used."""
+        """Dimensions of the vectors; ``None`` until the embedder's first use."""
         return self._snapshot.manifest.dimension
 
     @property
     def metric(self) -> Metric:
-        """How near two vectors are: ``l2`` or ``ip``."""
+        """Distance of vectors: ``l2`` or ``ip``."""
         return self._snapshot.manifest.options.metric
 
     @property
     def squared_length(self) -> float:
-        """The inner product of a typical stored vector with itself: 1 for unit vectors, and where words count."""
+        """Inner product of a typical stored vector with itself: 1 for unit vectors, and with ``word_weight``."""
         return self._snapshot.squared_length
 
     @property
     def word_weight(self) -> float:
-        """The share of the words in the score of a document; 0 in a store that is searched by vectors alone."""
+        """Share of words in a document's score; 0 for search by vectors alone."""
         return self._snapshot.manifest.options.word_weight or 0.0
 
     @property
     def index_kind(self) -> IndexKind:
-        """The kind of index that was chosen: ``ivf``, ``hnsw`` or ``flat``."""
+        """Kind of the index: ``ivf``, ``hnsw`` or ``flat``."""
         return self._snapshot.manifest.options.kind
 
     @property
     def faiss_index(self) -> Any:
-        """The unmodified Faiss index of this moment, or ``None``. Its ids are internal. Do not change it.
+        """The present, unmodified Faiss index, or ``None``. Its ids are internal. Do not change it.
 
         To compare with :meth:`search`, search an HNSW index with ``efSearch = max(ef_search, k)``.
         """
@@ -235,7 +235,7 @@ class StoreReader:
         return None if index is None else index.native
 
     def stats(self) -> StoreStats:
-        """Return what the store holds now."""
+        """Return the number of documents, sizes, index and embedder of the store."""
         return self._snapshot.stats()
 
     def _check_process(self) -> None:

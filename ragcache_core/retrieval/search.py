@@ -1,4 +1,4 @@
-"""One search of a snapshot: what it shall find, how vectors and words are joined, and what each stage returns.
+"""One search of a snapshot: conditions, combination of vectors and words, and the result of each stage.
 
 Where words count, a score is the weighted mean ``w * words + (1 - w) * vectors`` of the words' score
 (:mod:`~ragcache_core.retrieval.lexical`) and a cosine. It is computed for each document that the words or the index
@@ -142,7 +142,7 @@ class SearchQuestion:
 
 
 class Search:
-    """Searches one snapshot for one question, among all documents or those that a filter selects.
+    """Searches one snapshot for one question, among all or filtered documents.
 
     Creating it searches the word indexes, and reads a metadata field when a filter names it for the first time: most of
     a second for 100,000 documents.
@@ -176,7 +176,7 @@ class Search:
         return self._update(found, 0, is_final=True)
 
     def run_words(self) -> RetrievalUpdate:
-        """Return the best documents by words alone, as a first stage, with the words' part of the score."""
+        """Return the best documents by words alone, as a first stage, with the word part of the score."""
         found = _NOTHING
         if self._words is not None:
             ids = self._words.best(self._count, self._among)
@@ -185,7 +185,7 @@ class Search:
 
     @property
     def max_default_stages(self) -> int:
-        """The index's upper bound on the stages of a search that names none."""
+        """The index's maximum number of stages of a search without explicit stages."""
         return self._index.max_default_stages
 
     @property
@@ -194,14 +194,14 @@ class Search:
         return self._index.work(self._num_neighbors(self._count), self._among) if self._num_documents else 0.0
 
     def stages(self, cuts: Sequence[float], cancel: Cancellation) -> Iterator[Stage]:
-        """Yield the index's neighbors after each share of the work in ``cuts``; see :meth:`update`."""
+        """Yield the index's neighbours after each share of the work in ``cuts``; see :meth:`update`."""
         if not self._num_documents:
             yield Stage(_NOTHING, is_final=True)
             return
         yield from self._index.stages(self._vector, self._num_neighbors(self._count), cuts, cancel, self._among)
 
     def update(self, stage: Stage, number: int) -> RetrievalUpdate:
-        """Return the documents of a stage of the index; those of the final stage are :meth:`run`'s."""
+        """Return the documents of an index stage; the final stage equals :meth:`run`."""
         return self._update(self._joined(stage.neighbors, self._count), number, is_final=stage.is_final)
 
     def _best(self, k: int) -> Neighbors:
@@ -210,7 +210,7 @@ class Search:
         return self._joined(self._index.search(self._vector, self._num_neighbors(k), among=self._among), k)
 
     def _passing(self, accepts: Callable[[Document], bool]) -> Neighbors:
-        """Return the best documents that a function accepts, from more and more neighbors."""
+        """Return the best documents that a function accepts, from a growing number of neighbours."""
         passed: dict[int, bool] = {}
         num_fetched, total = _FIRST_FETCH * self._count, len(self._documents)
         while True:
@@ -229,7 +229,7 @@ class Search:
         return min(k if self._words is None else _CANDIDATES * k, self._num_documents)
 
     def _joined(self, neighbors: Neighbors, k: int) -> Neighbors:
-        """Return the best of the index's neighbors and of the documents that the words propose."""
+        """Return the best of the index's neighbours and of the lexical candidates."""
         if self._words is None or not self._num_documents:
             return neighbors
         ids = np.union1d(neighbors.ids, self._words.best(max(_CANDIDATES * k, _LEAST_BY_WORDS), self._among))
@@ -254,7 +254,7 @@ class Search:
         return np.array([self._cosines[internal_id] for internal_id in ids.tolist()])
 
     def _update(self, neighbors: Neighbors, number: int, *, is_final: bool) -> RetrievalUpdate:
-        """Return an update with those of the best documents that the threshold and MMR leave."""
+        """Return an update with the best documents after threshold and MMR."""
         near = self._query.is_near(neighbors.scores, is_similarity=self._index.options.is_similarity)
         ids, scores = neighbors.ids[near], neighbors.scores[near]
         if self._query.mmr is not None and len(ids):
@@ -283,7 +283,7 @@ def check_text(query: object) -> str:
         SearchError: there is no text in it, or it is not Unicode.
     """
     if not isinstance(query, str) or not query.strip():
-        raise SearchError(f"the query is {query!r}: ask something")
+        raise SearchError(f"the query is {query!r}: pass a text that is not empty")
     try:
         query.encode("utf-8")
     except UnicodeEncodeError as error:
@@ -298,7 +298,7 @@ def check_k(k: object) -> int:
         SearchError: it is not a positive integer.
     """
     if isinstance(k, bool) or not isinstance(k, (int, np.integer)) or k < 1:
-        raise SearchError(f"k is {k!r}: ask for at least 1 document")
+        raise SearchError(f"k is {k!r}: give 1 or more")
     return int(k)
 
 

@@ -1,4 +1,4 @@
-"""Sources of search stages: a document store, any retriever, and a reranker as the last stage."""
+"""Staged retrievers: a document store, any retriever, and a reranker as the last stage."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from ragcache_core.types import DocId, Document, RetrievalUpdate
 
 @runtime_checkable
 class StageSource(Protocol):
-    """Finds documents in stages.
+    """Staged retriever: finds documents in stages.
 
     It may have an ``identity``, a string that names it in every process. What retrievers learn of its stages is kept
     under that name then, for later ones.
     """
 
     def stages(self, query: str, k: int) -> AsyncGenerator[RetrievalUpdate, None]:
-        """Yield what is known after each stage; the last update, and no other, is final.
+        """Yield the candidates after each stage; only the last update is final.
 
-        The ``k`` best documents are wanted, the best first; who asks cuts off what is more. Closing the iterator early
-        stops the search. What blocks belongs into a thread: in an event loop that is blocked no time-out is kept.
+        Yield the ``k`` best documents, the best first; the caller cuts off further ones. Closing the iterator early
+        stops the search. Run blocking code in a thread, as time-outs do not work in a blocked event loop.
         """
         ...
 
@@ -37,7 +37,7 @@ class StagedSearch(Protocol):
     def search_staged(
         self, query: str, k: int, *, stages: int | Sequence[float] | None = None
     ) -> AsyncGenerator[RetrievalUpdate, None]:
-        """Yield what the search knows after each stage."""
+        """Yield the candidates after each stage of a search."""
         ...
 
 
@@ -51,29 +51,29 @@ class _StoreSource:
 
 
 def as_source(obj: object, *, stages: int | Sequence[float] | None = None) -> StageSource:
-    """Return ``obj`` as a source of stages: one itself, or something with ``search_staged`` as a store has it.
+    """Return ``obj`` as a staged retriever: one itself, or an object with ``search_staged`` such as a store.
 
-    ``stages`` is what a store's search is cut into; a source that is one already cuts its own.
+    ``stages`` sets the stages of a store's search; another staged retriever has its own.
 
     Raises:
-        ConfigError: it is neither, or what it has yields nothing that could be awaited; ``stages`` are given for one
-            that cuts its own.
+        ConfigError: ``obj`` is neither, or its method is no asynchronous generator; ``stages`` for a retriever with its
+            own.
     """
     if not isinstance(obj, type):
         if callable(search := getattr(obj, "stages", None)):
             _check_yields(search)
             if stages is not None:
                 raise ConfigError(
-                    f"stages is {stages!r:.80}, but {type(obj).__name__} cuts its search itself: leave stages out, or "
-                    "give an object with search_staged(query, k, stages=...)"
+                    f"stages is {stages!r:.80}, but {type(obj).__name__} has stages of its own: leave "
+                    "stages out, or pass an object with search_staged(query, k, stages=...)"
                 )
             return obj  # type: ignore[return-value]
         if callable(search := getattr(obj, "search_staged", None)):
             _check_yields(search)
             return _StoreSource(obj, stages)  # type: ignore[arg-type]
     raise ConfigError(
-        f"{obj!r:.80} is no source of stages: pass a DocumentStore, or an object with stages(query, k) that yields "
-        "RetrievalUpdates"
+        f"{obj!r:.80} is not a staged retriever: pass a DocumentStore, or an object with "
+        "stages(query, k) that yields RetrievalUpdates"
     )
 
 
@@ -91,7 +91,7 @@ NOTHING_FOUND = RetrievalUpdate((), (), 0, is_final=True)
 
 
 async def empty_result() -> AsyncGenerator[RetrievalUpdate, None]:
-    """Yield no documents, as the only stage, which is final."""
+    """Yield one final stage without documents."""
     yield NOTHING_FOUND
 
 
@@ -108,7 +108,7 @@ async def or_nothing(updates: AsyncGenerator[RetrievalUpdate, None]) -> AsyncGen
 async def filter_by_score(
     updates: AsyncGenerator[RetrievalUpdate, None], is_near: Callable[[float], bool]
 ) -> AsyncGenerator[RetrievalUpdate, None]:
-    """Yield the same stages without the documents whose scores are not near."""
+    """Yield the same stages without documents whose scores are below the threshold."""
     async with aclosing(updates):
         async for update in updates:
             kept = [i for i, score in enumerate(update.scores) if is_near(score)]
@@ -117,7 +117,7 @@ async def filter_by_score(
 
 
 async def one_stage(find: Callable[[], Awaitable[Sequence[Document]]]) -> AsyncGenerator[RetrievalUpdate, None]:
-    """Yield what ``find`` finds as the only stage, which is final. Its scores are not known: NaN."""
+    """Yield the result of ``find`` as the only, final stage. Scores are unknown (NaN)."""
     documents = tuple(await find())
     yield RetrievalUpdate(documents, (math.nan,) * len(documents), stage=0, is_final=True)
 
@@ -131,7 +131,7 @@ logger = logger_of(__name__)
 
 
 def num_candidates_of(num_candidates: object, k: int, is_reranked: bool, setting: str) -> int:
-    """Return how many documents to search for, so that ``k`` are left of them; ``None`` is :data:`NUM_CANDIDATES`.
+    """Return the number of documents to search for, at least ``k``; ``None`` means :data:`NUM_CANDIDATES`.
 
     ``setting`` names what reranks, if it is given.
 
@@ -142,34 +142,34 @@ def num_candidates_of(num_candidates: object, k: int, is_reranked: bool, setting
         if num_candidates is None:
             return k
         raise ConfigError(
-            f"num_candidates is {quoted(num_candidates)}, and nothing reranks them: give {setting}, or leave it out"
+            f"num_candidates is {quoted(num_candidates)}, but there is no reranker: give "
+            f"{setting}, or leave num_candidates out"
         )
     if num_candidates is None:
         return max(k, NUM_CANDIDATES)
     if isinstance(num_candidates, bool) or not isinstance(num_candidates, int) or num_candidates < k:
         raise ConfigError(
-            f"num_candidates is {quoted(num_candidates)}: give a whole number of at least {k}, which are to be left "
-            "of them"
+            f"num_candidates is {quoted(num_candidates)}: give a whole number of at least {k}, which is k"
         )
     return num_candidates
 
 
 class Reranking:
-    """Puts a reranker behind searches, and warns once where it returns what it was not given.
+    """Applies a reranker to searches, and warns once if it returns documents that it was not given.
 
-    It may leave documents out, shorten their texts, and return fewer than are wanted, or none. What it returns twice
-    counts once, as of any source. What it was not given is taken as it is.
+    The reranker may drop documents, shorten their texts, and return fewer than requested, or none. Repeated documents
+    count once. Documents that it was not given are used unchanged.
     """
 
     def __init__(self, name: str) -> None:
-        """``name`` is what warnings call the reranker."""
+        """Take ``name``: the reranker's name in warnings."""
         self._name = name
         self._has_warned = False
 
     async def stages(
         self, updates: AsyncGenerator[RetrievalUpdate, None], rerank: Rerank
     ) -> AsyncGenerator[RetrievalUpdate, None]:
-        """Yield ``updates`` as candidates, and then what ``rerank`` makes of the last one, which is final."""
+        """Yield ``updates`` as candidates, then the final stage: ``rerank`` of the last one."""
         last: Any = None
         try:
             async for last in updates:

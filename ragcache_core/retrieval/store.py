@@ -1,4 +1,4 @@
-"""The document store: documents, their vectors and a staged index in one folder, that are changed here."""
+"""The document store: documents, their vectors and a staged index in one folder; this module changes it."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ Warming = bool | Callable[[Document], Any]
 
 
 class CachesDocuments(Protocol):
-    """The methods of an engine that a store calls."""
+    """The engine methods that a store calls."""
 
     def forget(self, doc_ids: Iterable[DocId]) -> object:
-        """Remove the KV of documents."""
+        """Delete the KV of documents."""
         ...
 
     def warm(self, documents: Iterable[Document], prompt: Callable[[Document], Any] | None = None) -> object:
@@ -69,21 +69,21 @@ class _BoundEngines:
         self._engines = [bound for bound in self._engines if bound[0] is not engine]
 
     def forget(self, gone: Sequence[DocId], new: Sequence[Document] = ()) -> None:
-        """Have the engines forget documents that are ``gone``, and prefill their ``new`` versions where that is set."""
+        """Delete documents that are ``gone`` from the engines; prefill ``new`` versions where that is set."""
         for engine, warm, _ in self._engines if gone else ():
             engine.forget(gone)
             if warm and new:
                 engine.warm(new, None if warm is True else warm)
 
     def register(self, documents: Sequence[Document]) -> None:
-        """Have the engines register documents where that is set."""
+        """Register documents with the engines bound for that."""
         for engine, _, registers in self._engines if documents else ():
             if registers:
                 engine.register_in_background(documents)
 
 
 class DocumentStore(Handle, StoreReader):
-    """Documents that can be searched by meaning, in stages, while others are added.
+    """Documents in a folder, searched by meaning in stages, also while documents are added.
 
     Make one with :meth:`create`, :meth:`open` or :meth:`open_or_create` and close it, or use it as a context manager.
     One process writes, any number read. All methods may be called from several threads and event loops at once. ``add``
@@ -129,7 +129,7 @@ class DocumentStore(Handle, StoreReader):
         ef_search: int = 64,
         word_weight: float | None = None,
     ) -> Self:
-        """Make an empty store in a folder, which is made too.
+        """Make an empty store in a folder, which is created.
 
         ``embedder`` is one of ours, a LangChain ``Embeddings`` or a LlamaIndex ``BaseEmbedding``; by default the
         built-in one, which is fitted on the first documents that are added. What is ``None`` is chosen from the number
@@ -212,7 +212,7 @@ class DocumentStore(Handle, StoreReader):
 
     @classmethod
     def open_or_create(cls, path: str | os.PathLike[str], *, embedder: object | None = None, **settings: Any) -> Self:
-        """Open the store in a folder, or make one where there is none: for programs that run again and again.
+        """Open the store in a folder, or make one if there is none.
 
         ``settings`` are those of :meth:`create`. A store that is there has to agree with those that are given.
 
@@ -235,7 +235,7 @@ class DocumentStore(Handle, StoreReader):
         return store
 
     def refresh(self) -> bool:
-        """Take up what others have made of the store since it was opened ``read_only``; return whether there was news.
+        """Load changes of other processes into a store opened ``read_only``; return whether there were any.
 
         Searches that run keep the state they began with. Where the folder holds another store now, it is that one. A
         store that is open to be changed is always up to date.
@@ -255,7 +255,7 @@ class DocumentStore(Handle, StoreReader):
             return True
 
     def close(self) -> None:
-        """Finish running searches, save the index and let others write. May be called twice.
+        """Finish running searches, save the index and release the lock for other writers. Idempotent.
 
         An interrupt lets others write at once; what runs still is waited for by the next call.
         """
@@ -301,12 +301,12 @@ class DocumentStore(Handle, StoreReader):
 
         LangChain documents and LlamaIndex nodes are stored with their ids, texts and metadata.
 
-        ``embeddings: [n, dimension]`` are used instead of the embedder's. ``progress`` shows a bar, or is called with
-        the numbers of steps done and of all; a step is a document embedded, or learnt from before that.
+        ``embeddings: [n, dimension]`` replace the embedder's. ``progress`` shows a bar, or is called with the numbers
+        of finished steps and of all; a step is a document that is embedded, or used for fitting.
 
         Raises:
-            DocumentError: and its kinds; nothing of the batch was added. EmbedderMismatchError: another dimension.
-            StoreFullError, StoreError: it could not be saved; nothing of the batch was added.
+            DocumentError, or a subclass: an invalid document. EmbedderMismatchError: another dimension.
+            StoreFullError, StoreError: saving failed. In all cases nothing of the batch was added.
         """
         return self._write(documents, False, embeddings, progress, batch_size)
 
@@ -318,33 +318,34 @@ class DocumentStore(Handle, StoreReader):
         progress: bool | Progress = False,
         batch_size: int = 256,
     ) -> list[DocId]:
-        """Store documents in the place of those with the same ids, where there are any. See :meth:`add`."""
+        """Store documents, replacing those with the same ids. See :meth:`add`."""
         return self._write(documents, True, embeddings, progress, batch_size)
 
     def replace(self, document: AnyDocument, *, embedding: object | None = None) -> None:
-        """Store another version of a document that is here. Atomic and durable.
+        """Store a new version of a stored document. Atomic and durable.
 
-        ``embedding: [dimension]`` is used instead of the embedder's.
+        ``embedding: [dimension]`` replaces the embedder's.
 
         Raises:
-            UnknownDocumentError: it is not stored. DocumentError: and its kinds; nothing has changed.
-            StoreFullError, StoreError: it could not be saved; nothing has changed.
+            UnknownDocumentError: it is not stored. DocumentError, or a subclass: it is invalid.
+            StoreFullError, StoreError: saving failed. In all cases nothing has changed.
         """
         embeddings = None if embedding is None else [embedding]
         self._write([document], True, embeddings, False, 1, must_be_here=True)
 
     def bind(self, engine: CachesDocuments, *, warm: Warming = False, register: bool = False) -> None:
-        """Have an engine forget the KV of documents that are replaced or deleted here from now on.
+        """Delete KV of documents from an engine when they are replaced or deleted here.
 
-        It is told when the change is durable: :meth:`delete`, :meth:`put` and :meth:`replace` return when it has
-        answered, and raise what it raises, which undoes no change: call ``engine.forget`` again then. A search that
-        began before may still ask about the old version, and have it cached again.
+        The engine is called after the change is durable. :meth:`delete`, :meth:`put` and :meth:`replace` return after
+        its answer. They raise its errors, which undo no change: call ``engine.forget`` again then. A search that began
+        before may still cache the old version again.
 
         Args:
             engine: an ``Engine``; several may be bound.
-            warm: have it prefill the new version, with its bound prompt, or with the one that this function returns.
-            register: register the stored documents with the server in the background, and those that are stored from
-                now on, so that it recognises them in prompts of any client.
+            warm: whether the engine prefills the new version, with its bound prompt or the one that this function
+                returns.
+            register: whether stored documents, present and later ones, are registered with the server in the
+                background, so that it recognises them in prompts of any client.
         """
         self._check_open()
         self._engines.add(engine, warm, registers=register)
@@ -391,7 +392,7 @@ class DocumentStore(Handle, StoreReader):
         return [document.doc_id for document in batch]
 
     def delete(self, doc_ids: Iterable[DocId], *, missing_ok: bool = False) -> None:
-        """Remove documents. Atomic and durable. ``missing_ok`` passes over ids that are not stored.
+        """Delete documents. Atomic and durable. ``missing_ok`` skips ids that are not stored.
 
         Raises:
             UnknownDocumentError: one of them is not stored; nothing was removed. StoreFullError, StoreError
@@ -406,7 +407,7 @@ class DocumentStore(Handle, StoreReader):
 
     @contextmanager
     def _change(self) -> Iterator[Writer]:
-        """Let one thread at a time change the store."""
+        """Hold the lock that admits one changing thread."""
         self._writable()  # in a forked child the lock may never become free
         with self._changing:
             self._check_not_changing()
@@ -427,7 +428,7 @@ class DocumentStore(Handle, StoreReader):
         return self._writer
 
     def _current(self) -> Snapshot:
-        """Return the snapshot that is on disk: another one, if an interrupt fell between commit and publication."""
+        """Return the snapshot on disk; it differs if an interrupt came between commit and publication."""
         if read_manifest(self._folder).generation != self._snapshot.manifest.generation:
             embedder = self._snapshot.embedder
             self._snapshot = load_snapshot(self._folder, lambda found: match_embedder(self._folder, found, embedder))

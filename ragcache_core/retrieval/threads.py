@@ -1,4 +1,4 @@
-"""The threads of a store: one named executor, and staged searches in it. And coroutines for callers that block."""
+"""The threads of a store: one executor for its staged searches, and coroutines for blocking callers."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _threads = DaemonThreadPool("ragcache-retrieve")
 
 
 class SearchThreads:
-    """Runs blocking work for callers in any number of event loops. Safe to use from several threads."""
+    """Runs blocking work for callers in any event loop. Thread-safe."""
 
     def __init__(self, owner: str, clock_s: Callable[[], float] = time.perf_counter) -> None:
         self._owner = owner
@@ -48,7 +48,7 @@ class SearchThreads:
         )
 
     def close(self) -> None:
-        """Finish what runs and end the threads."""
+        """Finish running work and end the threads."""
         self._executor.shutdown(wait=True)
 
     def submit(self, work: Callable[[], _Result]) -> Future[_Result]:
@@ -134,7 +134,7 @@ class SearchThreads:
             cancel.cancel()
 
     async def _stoppable(self, work: Callable[[], _Result], cancel: Cancellation) -> _Result:
-        """Run ``work``; when the caller is cancelled, stop it and wait until its thread is free."""
+        """Run ``work``; if the caller is cancelled, stop it and wait until its thread is free."""
         future = self.submit(work)
         try:
             return await asyncio.wrap_future(future)
@@ -146,7 +146,7 @@ class SearchThreads:
 
 
 def run_blocking(make: Callable[[], Coroutine[Any, Any, _Result]]) -> _Result:
-    """Return the result of the coroutine that ``make`` returns, whether or not an event loop runs in this thread.
+    """Return the result of the coroutine of ``make``, with or without an event loop in this thread.
 
     It runs in a loop of its own, in a thread of its own with a copy of the caller's context; both have ended when this
     returns or raises. An interrupt of the caller cancels the coroutine and is raised when that has cleaned up.
@@ -191,7 +191,7 @@ def run_blocking(make: Callable[[], Coroutine[Any, Any, _Result]]) -> _Result:
 
 
 def closed_error(owner: str) -> StoreError:
-    """Return the error of a store that is used after it was closed."""
+    """Return the error for using a closed store."""
     return StoreError(f"{owner} was closed: open it again")
 
 
@@ -200,7 +200,7 @@ def _use_one_thread() -> None:
 
 
 async def in_thread(call: Callable[[], _Result]) -> _Result:
-    """Return the result of a blocking call, which has a thread of its own: one that never returns delays no other."""
+    """Return the result of a blocking call in a new thread, so that one without end delays no other."""
     outcome: Future[_Result] = Future()
     outcome.set_running_or_notify_cancel()  # a time-out cannot cancel it any more, only forget it
 

@@ -1,1 +1,1 @@
-"""Chooses the replica of a fleet for a request; without clock and socket, so that the simulator runs the same code."""
+"""Chooses a fleet's replica for a request, without clock and sockets, so that the simulator runs the same code."""

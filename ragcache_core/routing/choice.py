@@ -1,4 +1,4 @@
-"""Which replica of a fleet gets a request, and in which order it shows its documents: least is computed, and soonest.
+"""Choose the replica of a fleet and the document order of a request with the least, earliest computation.
 
 A replica is worth the tokens of the prompt that it has cached, less the tokens that requests wait for there:
 :data:`WAIT_PER_CACHED_TOKEN` of these weigh as much as a cached one. Another copy of a document costs all replicas
@@ -33,7 +33,7 @@ _MORE_FOR_CACHED = 4
 
 @dataclass(slots=True, eq=False)
 class ReplicaState:
-    """A replica as it is known now: what it has cached, which is None where that is not known, and its load."""
+    """A replica's present state: its cached prefixes (``None`` if unknown), and its load."""
 
     name: str
     mirrors: Sequence[CachedPaths] | None
@@ -41,19 +41,19 @@ class ReplicaState:
 
     @property
     def caches(self) -> Sequence[CachedPaths]:
-        """What it has cached, and what it will have when it has done what it was asked."""
+        """Its cached prefixes, including those of its open requests."""
         return (*(self.mirrors or ()), self.load.expected)
 
     @property
     def bits(self) -> int:
-        """The set of :attr:`caches` in the fleet's index."""
+        """The bit set of :attr:`caches` in the fleet's index."""
         bits = self.load.expected.bit
         for paths in self.mirrors or ():
             bits |= paths.bit
         return bits
 
     def num_cached_tokens(self, prompt: PromptInfo) -> int:
-        """Return how many tokens of the documents are cached or expected.
+        """Return the number of document tokens that are cached or expected.
 
         The static prefix does not count: its holder would get every new document.
         """
@@ -63,7 +63,7 @@ class ReplicaState:
 
 
 def choose_replica(index: PathIndex, replicas: Collection[ReplicaState], prompt: PromptInfo) -> ReplicaState:
-    """Return who gets a request, of the replicas that take any: one at least. ``index`` has all their caches."""
+    """Return the replica for a request, of at least one; ``index`` has all their caches."""
     known = below_cached_load_limit(replicas)
     if not prompt.documents or all(replica.mirrors is None for replica in known):
         return rendezvous_replica(below_load_limit(replicas), prompt.key)
@@ -80,7 +80,7 @@ def choose_order(
     prefix: bytes | None,
     keep_first: bool,
 ) -> tuple[int, ...] | None:
-    """Return the order of documents that suits the replica which :func:`choose_replica` then chooses for it.
+    """Return the document order for the replica that :func:`choose_replica` then chooses.
 
     None where nothing is known of what replicas have. See :func:`~ragcache_core.ordering.best_order`.
     """
@@ -95,7 +95,7 @@ def choose_order(
 def _found(
     index: PathIndex, known: Sequence[ReplicaState], documents: Sequence[DocId], **asked: Any
 ) -> list[tuple[int, Found, ReplicaState]]:
-    """Return of each replica what it is worth, and the best that it has."""
+    """Return each replica's score, and its best cached order."""
     caches = [replica.bits for replica in known]
     every = reduce(or_, caches)
     best = [*index.longest(every, documents, **asked), Found(0, tuple(range(len(documents))), every)]
@@ -109,12 +109,12 @@ def _found(
 
 
 def rendezvous_replica(replicas: Collection[ReplicaState], key: str) -> ReplicaState:
-    """Return the replica to which ``key`` hashes, of these: one at least."""
+    """Return the replica to which ``key`` hashes, of at least one."""
     return max(replicas, key=lambda replica: _weight(key, replica))
 
 
 def below_load_limit(replicas: Collection[ReplicaState], num_more: int = 0) -> list[ReplicaState]:
-    """Return those with less than their share of the requests, and ``num_more``: one at least, if there are any."""
+    """Return the replicas below their share of requests and ``num_more``; at least one, if there are any."""
     if not replicas:
         return []
     num_running = sum(replica.load.num_running for replica in replicas)
@@ -123,7 +123,7 @@ def below_load_limit(replicas: Collection[ReplicaState], num_more: int = 0) -> l
 
 
 def below_cached_load_limit(replicas: Collection[ReplicaState]) -> list[ReplicaState]:
-    """Return those that may get a request for what they have cached: one at least, if there are any."""
+    """Return the replicas that may get a request for their cached tokens; at least one, if there are any."""
     return below_load_limit(replicas, _MORE_FOR_CACHED)
 
 

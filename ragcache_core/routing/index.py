@@ -1,4 +1,4 @@
-"""Which of many caches have a prefix: one walk for a whole fleet, however many replicas it has."""
+"""Find a prefix in many caches with one traversal for a whole fleet."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _Holders = dict[Cached, int]
 
 
 class Found(NamedTuple):
-    """An order of documents, the tokens that are cached of it beyond the static prefix, and the caches with them."""
+    """A document order, its cached tokens after the static prefix, and the caches that have them."""
 
     num_tokens: int
     order: tuple[int, ...]
@@ -27,7 +27,7 @@ class Found(NamedTuple):
 
 
 class PathIndex:
-    """What several :class:`CachedPaths` have, by path: each is a bit of a set. They keep it up to date.
+    """The prefixes of several :class:`CachedPaths`, each a bit of a set, which they keep up to date.
 
     Not thread-safe: no cache may change while another thread looks.
     """
@@ -37,11 +37,11 @@ class PathIndex:
         self._taken = 0
 
     def __len__(self) -> int:
-        """Return the number of different paths."""
+        """Return the number of distinct prefixes."""
         return sum(map(len, self._by_prefix.values()))
 
     def join(self, paths: CachedPaths) -> Iterator[None]:
-        """Take a cache in, in pieces: others may look between two of them, and find a part of it.
+        """Add a cache in pieces, between which other threads may see a part of it.
 
         It belongs to one index at a time, and must not change until all of it is in.
         """
@@ -54,7 +54,7 @@ class PathIndex:
         paths.on_change = lambda prefix, path, before, now: self._change(bit, prefix, path, before, now)
 
     def leave(self, paths: CachedPaths) -> Iterator[None]:
-        """Take a cache out, in pieces: others may look between two of them, but not for this one."""
+        """Remove a cache in pieces, between which other threads may search, but not for it."""
         paths.on_change = None
         for number, (prefix, path, cached) in enumerate(paths.items()):
             self._change(paths.bit, prefix, path, cached, None)
@@ -89,7 +89,7 @@ class PathIndex:
         keep_first: bool = False,
         keep_order: bool = False,
     ) -> list[Found]:
-        """Return what each of a set of caches has: the same as :func:`~ragcache_core.ordering.longest_cached` of each.
+        """Return the longest cached order of each cache, as :func:`~ragcache_core.ordering.longest_cached` of each.
 
         The best comes first; a cache that has nothing of any order is in none. With ``keep_order`` nothing but the
         order as it is counts. Where very many orders are cached the search ends early: it begins with the longest.
@@ -104,14 +104,14 @@ class PathIndex:
         return search.of_each(caches)
 
     def _after(self, prefix: bytes | None) -> Iterable[Mapping[DocPath, _Holders]]:
-        """Return what is cached after a static prefix; for none, after each of those that changed last."""
+        """Return the prefixes after a static prefix; for ``None``, after each recently changed one."""
         if prefix is None:
             return islice(reversed(self._by_prefix.values()), MAX_PREFIXES)
         return (known,) if (known := self._by_prefix.get(prefix)) is not None else ()
 
 
 class _PrefixSearch:
-    """Walks the paths of many caches at once, depth first and the longest child first."""
+    """Traverses the prefixes of many caches at once, depth first, the longest child first."""
 
     def __init__(self, documents: Sequence[DocId], *, keep_first: bool, keep_order: bool) -> None:
         self._documents = documents
@@ -120,7 +120,7 @@ class _PrefixSearch:
         self._num_lookups = 0
 
     def walk(self, paths: Mapping[DocPath, _Holders], num_static_tokens: int, caches: int) -> None:
-        """Look for what ``caches`` have; each of them has ``num_static_tokens`` of the static prefix."""
+        """Search the prefixes of ``caches``, each with ``num_static_tokens`` of the static prefix."""
         if caches:
             self._num_lookups = 0
             self._visit(paths, num_static_tokens, (), (), tuple(range(len(self._documents))), caches)
@@ -156,7 +156,7 @@ class _PrefixSearch:
             self._visit(paths, num_static_tokens, child, (*chosen, index), rest, whole)
 
     def of_each(self, caches: int) -> list[Found]:
-        """Return the best that was seen of each cache."""
+        """Return each cache's best order."""
         best = []
         for minus_tokens, order, found in sorted(self._found):
             if minus_tokens >= 0 or not caches:

@@ -11,7 +11,7 @@ from ragcache_core.types import DocId
 
 @dataclass(frozen=True, slots=True)
 class PromptInfo:
-    """What of a request decides who gets it.
+    """The routing fields of a request.
 
     Attributes:
         documents: in the order in which the prompt shows them.
@@ -69,14 +69,14 @@ class ReplicaLoad:
 
 @dataclass(eq=False, slots=True)
 class InFlightRequest:
-    """A request that a replica was asked."""
+    """An open request of a replica."""
 
     load: ReplicaLoad
     prompt: PromptInfo
     num_waiting_tokens: int
 
     def answered(self) -> None:
-        """Count its prefill as done: it has its first token. May be called again."""
+        """Count its prefill as done, at its first token. Idempotent."""
         self.load.num_waiting_tokens -= self.num_waiting_tokens
         self.num_waiting_tokens = 0
 
@@ -87,7 +87,7 @@ class InFlightRequest:
 
 
 def _paths(prompt: PromptInfo) -> list[tuple[tuple[bytes, DocPath], int]]:
-    """Return the paths that a prompt leaves in a cache, and the tokens up to their ends."""
+    """Return the prefixes that a prompt leaves in a cache, and the tokens up to their ends."""
     prefix = prompt.prefix or prompt.text_digest
     if prefix is None or not prompt.ends:
         return []

@@ -1,1 +1,1 @@
-"""What client and plugin share of the machine: environment variables, sessions, shared memory, files."""
+"""Machine-level code of client and plugin: environment variables, sessions, shared memory, files."""

@@ -8,16 +8,16 @@ from collections.abc import Iterable
 
 
 def hashed(key: str) -> bytes:
-    """Return the SHA-256 of an API key that a request shows: the hash itself is no key."""
+    """Return the SHA-256 of a request's API key; the hash itself is no key."""
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
 
 
 def shown_digest(authorization: str) -> bytes | None:
-    """Return the hash of the key in a header ``Authorization``, None if it holds no bearer token."""
+    """Return the hash of the key in a header ``Authorization``; ``None`` without a bearer token."""
     scheme, _, key = authorization.partition(" ")
     return hashed(key) if scheme.lower() == "bearer" else None
 
 
 def is_among(shown: bytes | None, digests: Iterable[bytes]) -> bool:
-    """Return whether a key is one of those. A wrong key takes as long as a right one."""
+    """Return whether a key is among those, in constant time."""
     return shown is not None and any(secrets.compare_digest(shown, known) for known in digests)

@@ -1,4 +1,4 @@
-"""The time by which KV ages: seconds since 1970 that never jump while a process runs, even if its clock is set."""
+"""The clock for the age of KV: seconds since 1970 that never jump during a process."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ _STARTED_S = time.time() - time.monotonic()
 
 
 def steady_s() -> float:
-    """Return seconds since 1970, as the clock was set when this process began."""
+    """Return seconds since 1970, by the clock at this process's start."""
     return _STARTED_S + time.monotonic()

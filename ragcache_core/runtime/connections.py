@@ -1,4 +1,4 @@
-"""HTTP connections whose request head does not arrive: uvicorn has no time limit for it, so this protocol adds one."""
+"""HTTP connections without a complete request head, for which uvicorn has no time limit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Threads for calls that may never return: kept for the next call, and without delay for the end of the process."""
+"""Threads for calls that may never return: reused, and not awaited at the process's end."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ class DaemonThreadPool:
     """
 
     def __init__(self, name: str, *, most: int | None = None) -> None:
-        """Begin without threads; at most ``most`` of them run a call. They are called ``name``."""
+        """Start without threads; at most ``most`` run a call. ``name`` is theirs."""
         self._name, self._most = name, most
         self._reset_after_fork()
         _all.add(self)
 
     @property
     def num_busy(self) -> int:
-        """The number of running calls."""
+        """Number of running calls."""
         return self._num_busy
 
     def run(self, call: Callable[[], None]) -> bool:
-        """Have a thread run ``call``, which raises nothing, in a copy of the caller's context; return at once.
+        """Run ``call``, which must not raise, in a thread with a copy of the caller's context; does not block.
 
         Returns whether one runs it: False if ``most`` calls are running.
 

@@ -1,4 +1,4 @@
-"""An event loop in a thread of its own, for work that outlives the loops of its callers."""
+"""An event loop in its own thread, for work that outlives its callers' loops."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from typing import Any, TypeVar
 _Result = TypeVar("_Result")
 
 _CANCELLED_AGAIN_S = 0.5
-"""What runs on so long after its cancellation has lost it, as where a connection's timeout came at the same moment."""
+"""Seconds after which a cancellation is repeated, as it may be lost with a simultaneous time-out."""
 
 
 class EventLoopThread:
-    """A thread that runs an event loop. :meth:`close` cancels what runs there and ends it."""
+    """A thread that runs an event loop. :meth:`close` cancels its work and stops it."""
 
     def __init__(self, name: str, *, at_end: Callable[[], Awaitable[None]] | None = None) -> None:
-        """Start the thread. ``at_end`` is the last thing that it does, when all else there is cancelled."""
+        """Start the thread. ``at_end`` runs last, after all other work is cancelled."""
         self._at_end = at_end
         self._loop = asyncio.new_event_loop()
         self._is_stopping = False
@@ -28,11 +28,11 @@ class EventLoopThread:
         self._thread.start()
 
     def run(self, work: Coroutine[Any, Any, _Result]) -> Future[_Result]:
-        """Run ``work`` there, with no context of its caller; return its future, which cancels it."""
+        """Run ``work`` there without the caller's context; return its future, which can cancel it."""
         return Context().run(asyncio.run_coroutine_threadsafe, work, self._loop)
 
     def close(self) -> None:
-        """Cancel what runs there, and end the thread. May be called again."""
+        """Cancel the work there, and stop the thread. Idempotent."""
         with contextlib.suppress(RuntimeError):  # closed before
             self._loop.call_soon_threadsafe(self._stop)
         if threading.current_thread() is not self._thread:

@@ -1,4 +1,4 @@
-"""The base of objects that hold what stays in one process: connections, open files, locks."""
+"""Base class of objects with process-bound resources: connections, open files, locks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ragcache_core.errors import EngineForkedError
 
 
 class Handle:
-    """Refuses to be copied or pickled, with an error that names the class."""
+    """Cannot be copied or pickled; the error names the class."""
 
     def __getstate__(self) -> Any:
         raise TypeError(
@@ -19,7 +19,7 @@ class Handle:
 
 
 class OneProcess:
-    """The process in which a client was made. A fork has copies of its locks, but not its threads."""
+    """The process in which a client was made. A fork copies its locks, but not its threads."""
 
     def __init__(self) -> None:
         self._pid = os.getpid()
@@ -30,7 +30,7 @@ class OneProcess:
         return os.getpid() != self._pid
 
     def check(self) -> None:
-        """Refuse to go on in a fork, before any lock is taken.
+        """Raise in a fork, before any lock is taken.
 
         Raises:
             EngineForkedError: this is a fork.

@@ -1,4 +1,4 @@
-"""Tells a process that hangs from one that works: neither answers, but a hung one uses no CPU time.
+"""Distinguish a hung process from a working one: a hung one uses no CPU time.
 
 A step of an engine may take minutes, where a CPU reads a long prompt. So a time limit alone would end engines that
 work. A hung process is stopped, or waits for a lock or for a device that does not answer. It uses next to no CPU time:
@@ -25,7 +25,7 @@ _NEXT_TO_NONE = 0.05
 
 @dataclass(frozen=True, slots=True)
 class ProcessUse:
-    """What a process has used so far, with what it started for itself, and what it does now.
+    """The CPU time of a process and its children, and its present state.
 
     ``is_asleep``: it waits for something but a disk. ``is_worker``: it works in every step.
     """
@@ -38,7 +38,7 @@ class ProcessUse:
 
 
 def read_use(pid: int) -> dict[int, ProcessUse]:
-    """Return what one process has used; nothing if it is gone."""
+    """Return the usage of one process; empty if it is gone."""
     try:
         process = psutil.Process(pid)
         return {pid: ProcessUse(_title(process), _cpu_s(process), *_state(process))}
@@ -47,7 +47,7 @@ def read_use(pid: int) -> dict[int, ProcessUse]:
 
 
 def read_engine_use(server_pid: int, prefix: str = "VLLM") -> dict[int, ProcessUse]:
-    """Return what the engine's processes below a server have used: the engine cores, and the workers below them.
+    """Return the usage of the engine processes below a server: engine cores and workers.
 
     Their titles begin with ``prefix``. Where they have none, or run on other machines, nothing is known.
     """
@@ -61,7 +61,7 @@ def read_engine_use(server_pid: int, prefix: str = "VLLM") -> dict[int, ProcessU
 
 
 def _add(process: psutil.Process, found: dict[int, ProcessUse], prefix: str) -> float:
-    """Add a process and those below it to ``found``; return the seconds of one that belongs to its parent."""
+    """Add a process and its descendants to ``found``; return the CPU seconds that belong to its parent."""
     try:
         title, own_s, state = _title(process), _cpu_s(process), _state(process)
         if title.startswith(tuple(prefix + name for name in _NO_ENGINE)):
@@ -91,7 +91,7 @@ def _cpu_s(process: psutil.Process) -> float:
 
 
 class HangDetector:
-    """Detects hangs of processes that owe an answer; one instance for each answer.
+    """Detects hangs of processes that owe an answer; one instance per answer.
 
     Args:
         limit_s: how long a process may use no CPU time.
@@ -114,7 +114,7 @@ class HangDetector:
         self._before: Mapping[int, ProcessUse] = {}
 
     def look(self, now_s: float, uses: Mapping[int, ProcessUse]) -> str | None:
-        """Return why they hang, ``None`` while they may be working; call it every ``look_s``."""
+        """Return why they hang; ``None`` while they may be working. Call it every ``look_s`` seconds."""
         passed_s = 0.0 if self._looked_s is None else min(now_s - self._looked_s, self._longest_s)
         self._looked_s = now_s
         self._waited_s += passed_s

@@ -1,4 +1,4 @@
-"""A server's log as JSON, one object a line, for what collects the logs of containers."""
+"""A server's log as JSON lines, for log collectors."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _PREFIX = re.compile(
     r"(?P<message>.*)",
     re.DOTALL,
 )
-"""What vLLM's lines begin with: the process, the level, the time without a year, and the place in the source."""
+"""The prefix of vLLM's log lines: process, level, time without year, and source."""
 _MAX_LINE_BYTES = 1 << 16
 
 
 def json_line(message: str, *, level: str | None = None, **fields: object) -> str:
-    """Return one line of JSON with the time now, in UTC; an event code of the message is a field of its own."""
+    """Return one JSON line with the present UTC time; a message's event code is its own field."""
     event, message = split_code(message)
     given = {"level": level, **fields, "event": event, "message": message}
     now = time.time()
@@ -28,13 +28,13 @@ def json_line(message: str, *, level: str | None = None, **fields: object) -> st
 
 
 class JSONLines:
-    """Turns a server's output into lines of JSON. The output comes in pieces of any size."""
+    """Converts a server's output, in pieces of any size, to JSON lines."""
 
     def __init__(self) -> None:
         self._rest = b""
 
     def feed(self, data: bytes) -> bytes:
-        """Return the lines that are complete with ``data``; longer ones than 64 KiB come in parts."""
+        """Return the lines completed by ``data``; lines above 64 KiB come in parts."""
         *lines, self._rest = (self._rest + data).split(b"\n")
         if len(self._rest) > _MAX_LINE_BYTES:
             lines.append(self._rest)
@@ -42,7 +42,7 @@ class JSONLines:
         return b"".join(map(_converted, lines))
 
     def end(self) -> bytes:
-        """Return what is left when the output has ended."""
+        """Return the rest at the end of the output."""
         rest, self._rest = self._rest, b""
         return _converted(rest)
 

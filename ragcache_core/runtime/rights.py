@@ -1,4 +1,4 @@
-"""Salts by access groups: prompts with the same rights share KV, others do not."""
+"""Cache salts by access groups: only prompts with the same groups share KV."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _RIGHTS = re.compile(r"acl-[0-9a-f]{64}")
 
 
 def rights_salt(acls: Iterable[tuple[str, ...]]) -> str | None:
-    """Return the salt of a prompt whose documents have these groups; ``None`` where everybody may read them.
+    """Return the salt of a prompt whose documents have these groups; ``None`` if all clients may read them.
 
     The KV of a document depends on its whole prefix, so access rights are those of a whole prompt: it shares KV with
     prompts of the same rights. The salt is made of the groups of each document, as a set of sets: a document for ``hr``
@@ -24,7 +24,7 @@ def rights_salt(acls: Iterable[tuple[str, ...]]) -> str | None:
 
 
 def joined_salt(salts: Iterable[str]) -> str | None:
-    """Return the salt of a request with several: the last, joined with that of its documents' rights."""
+    """Return the salt of a request with several: the last one, combined with that of its access groups."""
     own = rights = None
     for salt in salts:
         own, rights = (own, salt) if is_rights_salt(salt) else (salt, rights)

@@ -1,4 +1,4 @@
-"""The processes of a session: ended without leaving anything behind, and looked at for signs of work."""
+"""The processes of a session: kill them all, and measure their activity."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _KILL_POLL_S = 0.05
 
 
 def kill_session(session_id: int, timeout_s: float = 10.0) -> None:
-    """Kill every process of a session but the calling one, and wait until they are gone.
+    """Kill every process of a session but the caller, and wait until they are gone.
 
     Resource trackers are left to end by themselves: they do so when the others are gone (the calling one too, if it is
     of that session), after they have unlinked their shared memory. Those that are left after ``timeout_s`` are killed.
@@ -32,7 +32,7 @@ def kill_session(session_id: int, timeout_s: float = 10.0) -> None:
 
 
 def terminate_session(session_id: int, grace_s: float) -> None:
-    """Ask every process of a session but the calling one to end; return when they have, or after ``grace_s``."""
+    """Send SIGTERM to every process of a session but the caller; return when they have ended, or after ``grace_s``."""
     deadline_s = time.monotonic() + grace_s
     _signal_all([p for p in _session_members(session_id) if not _is_resource_tracker(p)], signal.SIGTERM)
     while time.monotonic() < deadline_s:
@@ -42,7 +42,7 @@ def terminate_session(session_id: int, grace_s: float) -> None:
 
 
 def num_bytes_moved(session_id: int) -> int:
-    """Return how many bytes the living processes of a session have read from and written to storage."""
+    """Return the bytes that a session's processes have read from and written to storage."""
     num_bytes = 0
     for process in _session_members(session_id):
         with contextlib.suppress(OSError, psutil.Error):
@@ -52,7 +52,7 @@ def num_bytes_moved(session_id: int) -> int:
 
 
 def other_listener(session_id: int, port: int) -> int | None:
-    """Return the id of a process that listens on ``port``, while neither this one nor one of the session does.
+    """Return the pid of a process that listens on ``port`` and is neither this one nor in the session.
 
     None where there is none, or where the owner of a socket is hidden from this user.
     """

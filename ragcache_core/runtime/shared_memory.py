@@ -1,4 +1,4 @@
-"""The files of engines in /dev/shm: host memory, the index of it, sockets; and files that dead engines left there.
+"""Files of engines in /dev/shm: host memory, its index, sockets; and remains of crashed engines.
 
 A launched engine names them after its owner, the process that launched it. An engine that the owner restarts finds them
 by this name, and every process can tell whether the owner still lives::
@@ -40,19 +40,19 @@ logger = logger_of(__name__)
 
 
 def new_engine_id(owner_pid: int) -> str:
-    """Return a name for what an engine that the process ``owner_pid`` owns has in shared memory."""
+    """Return a name for the shared-memory files of an engine owned by the process ``owner_pid``."""
     return f"ragcache-{_namespace()}-{owner_pid}-{_started(owner_pid) or 0}-{secrets.token_hex(4)}"
 
 
 class EngineFiles:
-    """What a launched engine has in shared memory, held by the process that launches it until :meth:`remove`.
+    """The shared-memory files of a launched engine, held by the launching process until :meth:`remove`.
 
     Attributes:
         sockets: a folder of the engine's own.
     """
 
     def __init__(self, engine_id: str, *, host_bytes: int, num_replicas: int = 1, folder: Path = SHARED_MEMORY) -> None:
-        """Hold host memory for each of an engine's data-parallel replicas; it is taken as it is written to."""
+        """Hold host memory for each data-parallel replica of an engine; pages are allocated when written."""
         self.engine_id = engine_id
         self.sockets = folder / engine_id
         self._folder = folder
@@ -65,7 +65,7 @@ class EngineFiles:
                 os.ftruncate(file, host_bytes)
 
     def prepare(self) -> None:
-        """Reset the files for the next start; no process of the engine may be running.
+        """Reset the files for the next start, with no process of the engine running.
 
         Raises:
             EngineStartError: the folder cannot be written to.
@@ -84,7 +84,7 @@ class EngineFiles:
             ) from error
 
     def remove(self) -> None:
-        """Remove all files; processes that have host memory mapped keep it. Idempotent."""
+        """Remove all files; processes that have mapped them keep the memory. Idempotent."""
         remove_files(self.engine_id, self._folder)
         self._close()
 
@@ -97,17 +97,17 @@ _held: weakref.WeakSet[EngineFiles] = weakref.WeakSet()
 
 
 def outlives_engine(engine_id: str, folder: Path = SHARED_MEMORY) -> bool:
-    """Return whether the host memory of an engine is still there when the engine is started again."""
+    """Return whether an engine's host memory survives its restart."""
     return _region(engine_id, folder).is_symlink()
 
 
 def journal_folder(engine_id: str, folder: Path = SHARED_MEMORY) -> Path:
-    """Return where the journal of an engine's host memory lies."""
+    """Return the folder of an engine's host memory journal."""
     return folder / f"vllm_offload_{engine_id}{_JOURNAL}"
 
 
 def region_place(engine_id: str, folder: Path = SHARED_MEMORY) -> tuple[str, int, int] | None:
-    """Return what tells an engine's host memory from that of the same name on another host, or in another container.
+    """Return the identity of an engine's host memory, which differs between hosts and containers.
 
     None where there is none.
     """
@@ -120,7 +120,7 @@ def region_place(engine_id: str, folder: Path = SHARED_MEMORY) -> tuple[str, int
 
 
 def empty_region(engine_id: str, folder: Path = SHARED_MEMORY) -> None:
-    """Give the memory of an engine's host tier back, which it will not use."""
+    """Free the memory of an unused host tier."""
     with (
         suppress(OSError, ValueError),
         _region(engine_id, folder).open("r+b") as file,
@@ -156,7 +156,7 @@ def sweep_shared_memory(own_engine_id: str = "", folder: Path = SHARED_MEMORY) -
 
 
 def _region(engine_id: str, folder: Path) -> Path:
-    """Return where vLLM looks for the host memory of an engine."""
+    """Return the path of an engine's host memory in vLLM."""
     return folder / f"vllm_offload_{engine_id}.mmap"
 
 
@@ -169,7 +169,7 @@ def _remove(path: Path) -> None:
 
 
 def _namespace() -> int:
-    """Return the number of the namespace in which this process sees process ids."""
+    """Return the pid namespace of this process."""
     try:
         return Path("/proc/self/ns/pid").stat().st_ino
     except OSError:
@@ -177,7 +177,7 @@ def _namespace() -> int:
 
 
 def _started(pid: int) -> int | None:
-    """Return when a process started, in clock ticks since the machine did; None if there is none, or its end is due.
+    """Return a process's start in clock ticks since boot; ``None`` if it does not exist or is ending.
 
     An ended process stays listed until its parent reaps it, which in a container may be never.
     """
@@ -190,7 +190,7 @@ def _started(pid: int) -> int | None:
 
 
 def _close_all() -> None:
-    """Close all held memory in a fork, which does not own its parent's engines and must not keep their memory."""
+    """Close all held memory in a fork, which must not keep its parent's memory."""
     for files in _held:
         files._close()
 

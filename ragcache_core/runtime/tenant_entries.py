@@ -11,7 +11,7 @@ _Value = TypeVar("_Value")
 
 
 class TenantEntries(Generic[_Key, _Value]):
-    """Keeps the newest entries of each tenant. Tenants may use the same keys: these are different entries.
+    """Keeps the newest entries of each tenant. Equal keys of different tenants are different entries.
 
     Args:
         limit: entries of requests without a tenant.
@@ -32,11 +32,11 @@ class TenantEntries(Generic[_Key, _Value]):
         return None if entries is None else entries.get(key)
 
     def find(self, key: _Key) -> _Value | None:
-        """Return the entry of a key, whichever tenant's it is."""
+        """Return the entry of a key of any tenant."""
         return next((entries[key] for entries in self._by_tenant.values() if key in entries), None)
 
     def put(self, tenant: str | None, key: _Key, value: _Value) -> list[_Value]:
-        """Set a tenant's entry, as its newest unless it was there, and return what the limit evicts."""
+        """Set a tenant's entry, as its newest if it is new, and return the evicted ones."""
         entries = self._by_tenant.setdefault(tenant, OrderedDict())
         entries[key] = value
         limit = self._limit if tenant is None else self._tenant_limit

@@ -1,4 +1,4 @@
-"""Tenants and collections of one engine: the owners of keys, of shared KV, and of a share of each tier."""
+"""Tenants and collections of an engine: owners of API keys, shared KV, and shares of each tier."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class _Table(BaseModel):
 
 
 class Quota(_Table):
-    """The most of each tier that a tenant or a collection may fill; ``None`` is no limit but the tier's."""
+    """Maximum bytes of each tier for a tenant or collection; ``None`` for no limit."""
 
     gpu: Bytes | None = None
     host: Bytes | None = None
@@ -67,7 +67,7 @@ class Quota(_Table):
 
 
 class Tenant(_Table):
-    """A tenant, known by one of ``keys``. A full tier is shared by ``weight``; see :class:`Quota`.
+    """A tenant, identified by ``keys``. A full tier is divided by ``weight``; see :class:`Quota`.
 
     A ``restricted`` tenant has documents that not everybody may read: its plain requests share no KV from the start,
     and not only from the first registration of such a document on.
@@ -81,7 +81,7 @@ class Tenant(_Table):
 
 
 class Collection(_Table):
-    """Documents whose ids match one of ``ids``, patterns as a shell's, in requests that are no tenant's."""
+    """Documents whose ids match shell patterns ``ids``, in requests without a tenant."""
 
     name: Annotated[str, BeforeValidator(_check_name)]
     ids: Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1)]
@@ -110,7 +110,7 @@ class _File(_Table):
 
 @dataclass(frozen=True, slots=True)
 class Tenants:
-    """The tenants of a file, by name, and its collections, in which the documents of all other requests may be.
+    """The tenants of a file by name, and its collections for requests without a tenant.
 
     Requests with an operator's key are no tenant's, and may do everything.
 
@@ -203,7 +203,7 @@ class Tenants:
         return cls(file.secret, by_name, operators, file.operators.weight, digests, collections, frozenset(restricted))
 
     def check_own_keys(self, keys: Iterable[str]) -> None:
-        """Refuse the server's own ``keys`` where one is a tenant's.
+        """Reject server ``keys`` that belong to a tenant.
 
         Raises:
             ConfigError: one is.
@@ -213,7 +213,7 @@ class Tenants:
                 raise ConfigError(f"the server's own API key is one of tenant {name!r}: make another")
 
     def check_fit(self, tier: Tier, capacity_bytes: int, setting: str) -> None:
-        """Refuse quotas that are more than a whole tier.
+        """Reject quotas above a whole tier.
 
         Raises:
             ConfigError: one is; ``setting`` is what would have to be raised.
@@ -232,11 +232,11 @@ class Tenants:
         return {**self.by_name, **self.collections}
 
     def weights(self) -> dict[str | None, float]:
-        """Return by what weights a full tier is shared; what is no tenant's and in no collection is one party."""
+        """Return the weights by which a full tier is divided; all KV without owner is one party."""
         return {None: self.operator_weight, **{name: owner.weight for name, owner in self.owners.items()}}
 
     def collection_of(self, doc_id: DocId) -> str | None:
-        """Return the first collection that a document is in."""
+        """Return the first collection that contains a document."""
         for name, collection in self.collections.items():
             if any(fnmatchcase(doc_id, pattern) for pattern in collection.ids):
                 return name
@@ -244,12 +244,12 @@ class Tenants:
 
 
 def key_digest(key: str) -> bytes:
-    """Return the SHA-256 of an API key as the file has it: itself, or that."""
+    """Return the SHA-256 of an API key in the file, which may be given as such."""
     return bytes.fromhex(key.removeprefix(_HASHED)) if _HASH.fullmatch(key) else hashed(key)
 
 
 def cache_salt_for(tenant: str, cache_salt: str | None = None, *, secret: str = "") -> str:
-    """Return the salt of a tenant's requests: unique to the tenant, whatever salt the requests have themselves.
+    """Return the salt of a tenant's requests, unique to the tenant for any salt of the request.
 
     Without the file's ``secret`` any client can derive it from the name, and send it to a server without tenants.
 
@@ -263,12 +263,12 @@ def cache_salt_for(tenant: str, cache_salt: str | None = None, *, secret: str = 
 
 
 def mark_of(tenant: str) -> str:
-    """Return what a tenant's salts begin with, up to their last ``-``."""
+    """Return the beginning of a tenant's salts, up to the last ``-``."""
     return f"tenant-{_digest('mark', tenant)[:32]}"
 
 
 def speculation_of(tenant: str, speculation: str) -> str:
-    """Return the id of a tenant's speculation in the engine: unique to the tenant, whatever id the tenant gives."""
+    """Return the engine's id of a tenant's speculation, unique to the tenant for any given id."""
     return _digest("speculation", tenant, speculation)
 
 

@@ -1,4 +1,4 @@
-"""What people see while they wait, and tables of text: drawn with rich, which is imported when it is needed."""
+"""Progress bars and text tables, drawn with rich, which is imported at first use."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 _BAR_CELLS = 24
-_REDRAWN_PER_S = 4  # it takes the time of what is measured meanwhile
+_REDRAWN_PER_S = 4  # redrawing takes time from a measurement
 _ENDLESS = 100_000
 
 
 class Bar:
-    """A bar on standard error that counts ``unit`` of what is done; a context manager.
+    """A progress bar on standard error that counts finished ``unit``; a context manager.
 
     It is drawn where standard error is a terminal, unless ``enabled`` says otherwise, and taken away in the end, unless
     it ``is_kept``. What is written to the terminal meanwhile stands above it. Elsewhere nothing is written.
@@ -62,7 +62,7 @@ class Bar:
                 console=Console(stderr=True),
                 transient=not self._is_kept,
                 refresh_per_second=_REDRAWN_PER_S,
-                redirect_stdout=sys.stdout.isatty(),  # a file or pipe gets what is written to it
+                redirect_stdout=sys.stdout.isatty(),  # only on a terminal
             )
             progress.start()
             self._drawn = progress, progress.add_task(self.what, total=self.total)
@@ -73,7 +73,7 @@ class Bar:
         self.move_to(self.num_done + num_done)
 
     def move_to(self, num_done: int, total: int | None = None) -> None:
-        """Set how many are done, and of how many where that is known now."""
+        """Set the number of finished ones, and the total if known."""
         self.num_done = num_done
         self.total = self.total if total is None else total
         if self._drawn is not None:
@@ -81,7 +81,7 @@ class Bar:
             progress.update(task, completed=num_done, total=self.total)
 
     def show(self, what: str) -> None:
-        """Say what is going on."""
+        """Show the present step."""
         self.what = what
         if self._drawn is not None:
             progress, task = self._drawn
@@ -94,7 +94,7 @@ class Bar:
 
 
 def columns(rows: Iterable[Sequence[RenderableType]], alignment: str, heads: Sequence[str] = ()) -> Table:
-    """Return a table without lines; ``alignment`` has ``<`` or ``>`` for each column. Strings in it are no markup."""
+    """Return a table without lines; ``alignment`` has ``<`` or ``>`` per column. Markup is not interpreted."""
     from rich.table import Table
     from rich.text import Text
 
@@ -107,7 +107,7 @@ def columns(rows: Iterable[Sequence[RenderableType]], alignment: str, heads: Seq
 
 
 def plain(drawn: RenderableType) -> str:
-    """Return text without colours and trailing blanks, in lines as long as they get."""
+    """Return text without colours and trailing blanks, with lines of any length."""
     from rich.console import Console
 
     file = io.StringIO()

@@ -1,4 +1,4 @@
-"""Requests as they come, kept as a trace that ``ragcache simulate`` runs again: ids and lengths, and no text."""
+"""Record requests as a trace for ``ragcache simulate``: ids and lengths, no text."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _CLOSING_S = 5.0
 
 
 class TraceRecorder:
-    """Appends a JSON line for each ended request to a file that only its owner may read. Thread-safe.
+    """Appends a JSON line for each ended request to a private file. Thread-safe.
 
     Lines are in the order of arrival: a request waits for those that arrived before it. A thread writes each at once:
     no caller waits for the disk, and written lines outlive a crash of the process. If a write fails, recording ends
@@ -42,7 +42,7 @@ class TraceRecorder:
     """
 
     def __init__(self, path: str | os.PathLike[str], *, since_s: float | None = None) -> None:
-        """Make the file; times count from ``since_s``, seconds since 1970, by default now.
+        """Create the file; times count from ``since_s``, seconds since 1970, by default now.
 
         With ``since_s`` an existing file is continued: that of a restarted engine.
         """
@@ -69,17 +69,17 @@ class TraceRecorder:
         self._events.put((key, documents, question_tokens, output_tokens))
 
     def end_with(self, key: Hashable, stats: RequestStats) -> None:
-        """Record a request by its statistics: its question is all of the prompt that is no document."""
+        """Record a request from its statistics; its question is all of the prompt outside of documents."""
         documents = [(document.doc_id, document.num_tokens) for document in stats.documents]
         question_tokens = stats.num_prompt_tokens - sum(num_tokens for _, num_tokens in documents)
         self.end(key, documents, question_tokens, stats.num_output_tokens)
 
     def drop(self, key: Hashable) -> None:
-        """Forget a request that is none of the trace; one that ended already is recorded."""
+        """Drop a request that does not belong to the trace, unless it has ended."""
         self._events.put((key,))
 
     def close(self) -> None:
-        """Write what has ended, and close the file. May be called twice."""
+        """Write ended requests, and close the file. Idempotent."""
         self._events.put(None)
         self._thread.join(_CLOSING_S)
         _open_recorders.discard(self)
@@ -123,7 +123,7 @@ class TraceRecorder:
 
 
 def recording_in_server(path: str | os.PathLike[str]) -> dict[str, str]:
-    """Make the file, and return the environment of a server that records its requests there: ``Engine.launch(env=)``.
+    """Create the file, and return the environment of a server that records there: ``Engine.launch(env=)``.
 
     Raises:
         TraceError: as :class:`TraceRecorder` does.
@@ -134,7 +134,7 @@ def recording_in_server(path: str | os.PathLike[str]) -> dict[str, str]:
 
 
 def lengths_of(segments: Sequence[PromptSegment], num_prompt_tokens: int) -> tuple[list[tuple[DocId, int]], int]:
-    """Return a prompt's documents with their lengths, and how many tokens follow the last: the question."""
+    """Return a prompt's documents with lengths, and the tokens after the last: the question."""
     documents = [s for s in segments if s.kind is SegmentKind.DOCUMENT]
     end = documents[-1].end if documents else 0
     return [(s.doc_id or "", s.num_tokens) for s in documents], num_prompt_tokens - end
@@ -150,7 +150,7 @@ def _row(documents: Sequence[tuple[DocId, int]], question_tokens: int, output_to
 
 
 def _open(path: Path, *, is_new: bool) -> Any:
-    """Return the file; one that is there already is continued, but for a new trace it must be empty."""
+    """Return the file; an existing one is continued, and must be empty for a new trace."""
     try:
         number = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
     except OSError as error:

@@ -1,1 +1,1 @@
-"""The project's own tree, policies, queue and orders in virtual time: traces in, hit rates and times out."""
+"""Simulator: RAGCache's tree, policies, queue and document orders in virtual time, over a trace of requests."""

@@ -1,4 +1,4 @@
-"""Advice for one's own traffic: the effect of changes to an engine, and the most expensive documents, by simulation.
+"""Advice for recorded traffic: the simulated effect of changes to an engine, and the most expensive documents.
 
 Every change is a run of :func:`~ragcache_core.sim.simulator.simulate` over the same requests.
 """
@@ -22,13 +22,13 @@ _DISK_FOR_HOST = 8  # the disk that is tried where there is none, in sizes of ho
 
 @dataclass(frozen=True, slots=True)
 class ConfigVariant:
-    """One difference from the engine as it is now.
+    """One change to the present engine.
 
     Attributes:
-        name: as it is shown.
-        options: of the engines.
-        num_fewer: documents that each prompt has less, as long as one is left.
-        caveat: what the numbers do not say.
+        name: displayed name.
+        options: simulation options.
+        num_fewer: number of documents removed from each prompt, except for the last one.
+        caveat: limits of the numbers.
     """
 
     name: str
@@ -56,7 +56,7 @@ class AdviceOutcome:
     saved: float | None = None
 
     def to_dict(self) -> dict[str, object]:
-        """Return plain JSON data; ``options`` are what ``ragcache simulate`` takes."""
+        """Return plain JSON data; ``options`` are those of ``ragcache simulate``."""
         data = asdict(self)
         del data["change"]
         change = {**asdict(self.change), "options": self.change.options.to_dict()}
@@ -65,7 +65,7 @@ class AdviceOutcome:
 
 @dataclass(frozen=True, slots=True)
 class DocumentCost:
-    """A document, how often it was retrieved and how often computed, and the GPU seconds which that took."""
+    """A document, its numbers of retrievals and computations, and their GPU seconds."""
 
     doc_id: DocId
     num_tokens: int
@@ -80,7 +80,7 @@ class DocumentCost:
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """The engine as it is ``now``, the changes to it, and the documents that cost most now, most expensive first."""
+    """The engine ``now``, changes to it, and the most expensive documents."""
 
     now: AdviceOutcome
     outcomes: tuple[AdviceOutcome, ...]
@@ -98,7 +98,7 @@ class Advice:
 
 
 def changes(now: SimulationOptions, trace: Trace) -> Iterator[ConfigVariant]:
-    """Yield the changes to try on an engine with the options ``now`` that serves ``trace``."""
+    """Yield the changes to simulate for an engine with the options ``now`` that serves ``trace``."""
     if now.host_tokens:
         yield ConfigVariant("GPU memory alone", replace(now, host_tokens=0, disk_tokens=0, chunk_reuse=None))
         for times in (2, 4):
@@ -132,7 +132,7 @@ def advise(
     num_documents: int = 10,
     progress: Callable[[int], object] | None = None,
 ) -> Advice:
-    """Return what ``trace`` costs on an engine with the options ``now``, and with each of :func:`changes`.
+    """Return the simulated cost of ``trace`` on an engine with the options ``now``, and with each of :func:`changes`.
 
     Args:
         trace: requests, in the order of their arrival.
@@ -179,7 +179,7 @@ def _outcome(change: ConfigVariant, result: SimulationResult) -> AdviceOutcome:
 
 
 def _most_expensive(trace: Trace, result: SimulationResult, num_documents: int) -> list[DocumentCost]:
-    """Return the documents whose tokens took most seconds to compute: each its share of its prompts' prefills."""
+    """Return the documents with the most compute seconds: each its share of its prompts' prefills."""
     assert result.requests is not None
     costs: dict[DocId, DocumentCost] = {}
     for number, (request, record) in enumerate(zip(trace, result.requests, strict=True)):

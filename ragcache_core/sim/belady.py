@@ -1,4 +1,4 @@
-"""The bound of a replacement policy that knows the future: Belady's rule."""
+"""Belady's rule: a bound for replacement policies, which knows the future."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ragcache_core.policy import NodeStats, ReplacementPolicy
 
 
 class Foreseen(NamedTuple):
-    """What a request will use.
+    """The future uses of a request.
 
     Attributes:
         steps: the parts of its path from the root down, its answer last: what names each with all before it, and the
@@ -23,7 +23,7 @@ class Foreseen(NamedTuple):
 
 
 class BeladyPolicy(ReplacementPolicy):
-    """Evicts what is used again last: the next request whose prompt begins with the path of a node decides.
+    """Evicts the node with the latest next use, by the next request whose prompt begins with the node's prefix.
 
     With blocks of one size in one tier this is Belady's rule. It is a bound in practice, not in theory: a prefix stays
     as long as what depends on it, what was computed always enters the GPU, and blocks in two tiers take memory twice.
@@ -34,7 +34,7 @@ class BeladyPolicy(ReplacementPolicy):
     uses_clock: ClassVar[bool] = False
 
     def __init__(self, requests: Iterable[Foreseen]) -> None:
-        """Learn the future.
+        """Take the future requests.
 
         Args:
             requests: in the order of the trace.
@@ -47,7 +47,7 @@ class BeladyPolicy(ReplacementPolicy):
         self._next_of: list[float] = []
 
     def begin(self, number: int) -> None:
-        """Note that request ``number`` of the trace is served; its path is accessed next, from the root down."""
+        """Record that request ``number`` of the trace is served; its prefix is accessed next, from the root down."""
         self._number = number
         self._step = self._end = 0
 
@@ -59,7 +59,7 @@ class BeladyPolicy(ReplacementPolicy):
         self._set(stats, self._next_uses[self._number][self._step])
 
     def on_restore(self, stats: NodeStats, num_requests: int) -> None:
-        """Do nothing: what is expected says less than what is known."""
+        """Do nothing, as the future is known."""
 
     def on_arrival(self, stats: NodeStats) -> None:
         if not stats.frequency:  # a part of an answer
@@ -72,7 +72,7 @@ class BeladyPolicy(ReplacementPolicy):
         return -self.next_use(stats)
 
     def next_use(self, stats: NodeStats) -> float:
-        """Return the number of the next request that uses a node; infinite where none does."""
+        """Return the number of the next request that uses a node; infinite if there is none."""
         return self._next_of[stats.id] if stats.id < len(self._next_of) else math.inf
 
     def _set(self, stats: NodeStats, next_use: float) -> None:
@@ -81,7 +81,7 @@ class BeladyPolicy(ReplacementPolicy):
 
 
 def next_uses(requests: Sequence[Foreseen]) -> list[list[float]]:
-    """Return, for each step of each request, the number of the next one that uses it; infinite where none does."""
+    """Return, for each step of each request, the number of its next user; infinite if there is none."""
     following: dict[Hashable, int] = {}
     found: list[list[float]] = []
     for number in range(len(requests) - 1, -1, -1):

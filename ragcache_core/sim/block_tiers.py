@@ -1,4 +1,4 @@
-"""Blocks of KV in their tiers, as vLLM's pool, its offloading and RAGCache's plugin move them.
+"""Blocks of KV in tiers, as moved by vLLM's pool, its offloading, and RAGCache's plugin.
 
 The tree knows where blocks are and chooses what is evicted. The rest is here: free blocks without content, blocks in
 use, and the order of calls to the tree, which decides ties. Writes take no time; loads are timed by the engine.
@@ -14,7 +14,7 @@ from ragcache_core.types import Tier
 
 
 class _RefCounts:
-    """Counts uses of blocks by requests and copies in a tier; the tree keeps them from the first use to the last."""
+    """Counts uses of blocks by requests and copies in a tier; the tree holds them while the count is above 0."""
 
     def __init__(self, tree: KnowledgeTree, tier: Tier) -> None:
         self._tree = tree
@@ -43,7 +43,7 @@ class _RefCounts:
 
 @dataclass(slots=True, eq=False)
 class HeldBlocks:
-    """The blocks of a running request: those with content that others can hit, those without, and copies."""
+    """The blocks of a running request: with shareable content, without content, and copies."""
 
     keys: list[Hashable] = field(default_factory=list)
     num_unnamed: int = 0
@@ -56,7 +56,7 @@ class HeldBlocks:
 
 
 class GPUBlocks:
-    """vLLM's pool of ``num_blocks`` with its null block, and the blocks of the requests that run.
+    """vLLM's pool of ``num_blocks`` including its null block, and the blocks of running requests.
 
     A block is in use by requests, free and cached, or spare: free and without content, or with a copy of what
     another block holds. Spare ones are handed out first, copies as the last of them.
@@ -73,29 +73,29 @@ class GPUBlocks:
 
     @property
     def num_spare(self) -> int:
-        """Blocks that are free and that the tree does not count."""
+        """Number of free blocks that are not in the tree."""
         num_others = sum(held.num_unnamed + len(held.copies) for held in self._held)
         return self.num_usable - self._tier.num_units - num_others
 
     @property
     def num_free(self) -> int:
-        """Blocks that no request uses."""
+        """Number of blocks that no request uses."""
         num_others = sum(held.num_unnamed + len(held.copies) for held in self._held)
         return self.num_usable - len(self._uses) - num_others
 
     def num_leading(self, keys: Sequence[Hashable]) -> int:
-        """Return how many of ``keys`` are here, up to the first that is not."""
+        """Return the number of leading ``keys`` in the tier."""
         for i, key in enumerate(keys):
             if not _is_in(self._tree, key, Tier.GPU):
                 return i
         return len(keys)
 
     def num_in_use(self, keys: Sequence[Hashable]) -> int:
-        """Return how many of ``keys`` are used by requests."""
+        """Return the number of ``keys`` in use by requests."""
         return sum(key in self._uses for key in keys)
 
     def use(self, keys: Sequence[Hashable]) -> HeldBlocks:
-        """Return the blocks of a request that uses ``keys``, which are here; :meth:`free` undoes it."""
+        """Return the blocks of a request that uses the cached ``keys``; :meth:`free` undoes it."""
         held = HeldBlocks()
         self._held.append(held)
         for key in keys:
@@ -110,14 +110,14 @@ class GPUBlocks:
         num_missing = num_blocks - self.num_spare
         if num_missing > 0:
             num_missing -= len(self._tree.evict_up_to(Tier.GPU, num_missing))
-            for _ in range(num_missing):  # others depend on what is left: an allocation that fits must succeed
+            for _ in range(num_missing):  # evict although others depend on it, as an allocation that fits must succeed
                 if self._tree.evict_anything(Tier.GPU) is None:  # of what requests use, the other copy
                     next(other for other in (held, *self._held) if other.copies).copies.pop()
         held.num_unnamed += num_blocks
         del self._copies[: max(len(self._copies) - self.num_spare, 0)]
 
     def name(self, held: HeldBlocks, keys: Sequence[Hashable], first: int, last: int) -> None:
-        """Note that a request's blocks ``[first, last)`` are full: others can hit them."""
+        """Record that a request's blocks ``[first, last)`` are full, so that others can hit them."""
         for i in range(first, last):
             at = self._place(keys, i)
             is_used = keys[i] in self._uses
@@ -128,7 +128,7 @@ class GPUBlocks:
             held.num_unnamed -= 1
 
     def free(self, held: HeldBlocks) -> None:
-        """Take a request's blocks back, the last ones first."""
+        """Free a request's blocks, the last ones first."""
         for key in reversed(held.keys):
             self._uses.release(key)
         self._held.remove(held)
@@ -139,7 +139,7 @@ class GPUBlocks:
         held.keys.append(key)
 
     def _place(self, keys: Sequence[Hashable], index: int) -> Location:
-        """Return the location of block ``index``; an answer's, which the tree does not have, is added to it."""
+        """Return the location of block ``index``; an answer's block is added to the tree."""
         if (location := self._tree.locate(keys[index])) is None:
             first = index
             while first > 0 and self._tree.locate(keys[first - 1]) is None:
@@ -152,18 +152,18 @@ class GPUBlocks:
 
 
 class DiskBlocks:
-    """The disk tier: blocks that arrive on the host are written here as well, if their prefix is here."""
+    """The disk tier: blocks that enter the host are also written here, if their prefix is."""
 
     def __init__(self, tree: KnowledgeTree, num_blocks: int) -> None:
         self._tree = tree
         self._num_blocks = num_blocks
 
     def has(self, key: Hashable) -> bool:
-        """Return whether ``key`` is here."""
+        """Return whether ``key`` is stored."""
         return _is_in(self._tree, key, Tier.DISK)
 
     def store(self, keys: Sequence[Hashable]) -> None:
-        """Write blocks that are not here yet; those that do not fit are dropped, the last first."""
+        """Write blocks that are not stored; drop those that do not fit, the last first."""
         new: dict[Hashable, Location] = {}
         for key in keys:
             location = self._tree.locate(key)
@@ -199,14 +199,14 @@ class HostBlocks:
         self._writing: list[Hashable] = []
 
     def look_up(self, keys: Sequence[Hashable]) -> list[Tier]:
-        """Return the tiers of the first of ``keys``, up to the first miss.
+        """Return the tiers of the leading ``keys``, up to the first miss.
 
         They are held here until they are given to :meth:`release`.
         """
         sources: dict[Hashable, Tier] = {}
         promised: list[Hashable] = []
         num_promoted = -1
-        while len(sources) != num_promoted:  # vLLM asks again once all that it had brought is there
+        while len(sources) != num_promoted:  # vLLM looks up again after all loads have ended
             num_promoted = len(sources)
             self.release(promised)
             promised = []
@@ -222,12 +222,12 @@ class HostBlocks:
         return [sources.get(key, Tier.HOST) for key in promised]
 
     def release(self, keys: Sequence[Hashable]) -> None:
-        """Note that blocks that were looked up are on the GPU now, or are not needed."""
+        """Record that looked-up blocks are on the GPU, or not needed."""
         for key in keys:
             self._uses.release(key)
 
     def store(self, keys: Sequence[Hashable]) -> list[Hashable]:
-        """Copy what is not here yet, and return it; nothing where not all of it fits.
+        """Copy new blocks, and return them; none if not all fit.
 
         A selective policy admits only blocks of higher priority than those that would be evicted. With a disk below it
         admits all, since blocks reach the disk through the host.
@@ -244,7 +244,7 @@ class HostBlocks:
         return new
 
     def settle(self) -> None:
-        """Note that the blocks that were being written are here, and on the disk, which reads them from here."""
+        """Record that the written blocks are stored, also on the disk."""
         if self._disk is not None:
             self._disk.store(self._writing)
         self.release(self._writing)

@@ -1,4 +1,4 @@
-"""The cache: blocks of KV in tiers, as vLLM keeps them with RAGCache's plugin."""
+"""The simulated cache: blocks of KV in tiers, as with vLLM and RAGCache's plugin."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ _UNBOUNDED_TOKENS = 1 << 40
 
 @dataclass(slots=True, eq=False)
 class BlockRun:
-    """A request on its way through the engine.
+    """The progress of a request in the engine.
 
     Attributes:
-        tiers: where the blocks lay that it hit.
-        num_computed: of its prompt's tokens are on the GPU, or on their way there.
-        num_answered: tokens of its answer whose KV is on the GPU.
-        num_named: of its blocks are full, and can be found by others.
-        stored: of its blocks, those that were copied to the host.
-        num_storable: of its blocks, those of its answer included, are worth that.
-        turn: of its conversation, and whether that is likely to go on.
-        expected_uses: of documents that are stored ahead of requests; None: it is a request.
-        reuse: what it takes from chunks.
-        num_exact: of its blocks may be found by others, once they are full.
-        held: its blocks on the GPU. ``promised``: what is kept for it below, until it is loaded.
+        tiers: tiers of its hit blocks.
+        num_computed: prompt tokens on the GPU, or in transfer to it.
+        num_answered: answer tokens with KV on the GPU.
+        num_named: number of its full blocks, which others can hit.
+        stored: its blocks that were copied to the host.
+        num_storable: number of its blocks to copy to the host, including the answer's.
+        turn: turn of its conversation, and whether that is likely to continue.
+        expected_uses: expected uses of documents stored in advance; ``None`` for a request.
+        reuse: its chunk reuse.
+        num_exact: number of its blocks that others may hit when full.
+        held: its blocks on the GPU. ``promised``: blocks kept for it in lower tiers until loaded.
     """
 
     prompt: PromptBlocks
@@ -65,12 +65,12 @@ class BlockRun:
 
     @property
     def num_remaining(self) -> int:
-        """Tokens of the prompt that must be computed still."""
+        """Number of prompt tokens still to compute."""
         return self.prompt.num_prompt_tokens - self.num_computed
 
 
 class BlockCache:
-    """Keeps and evicts blocks of KV as RAGCache's engine does (vLLM 0.32 and ``vllm_plugin``).
+    """Stores and evicts blocks of KV as RAGCache's engine does (vLLM 0.32 and ``vllm_plugin``).
 
     For a request, in this order:
 
@@ -91,7 +91,7 @@ class BlockCache:
     """
 
     def __init__(self, options: SimulationOptions, cost: PrefillCost, *, trace: Trace | None = None) -> None:
-        """Begin empty.
+        """Start empty.
 
         Args:
             options: of the run.
@@ -140,23 +140,23 @@ class BlockCache:
 
     @property
     def tree(self) -> KnowledgeTree:
-        """The tree, to look at."""
+        """The tree, for inspection."""
         return self._tree
 
     def num_cached_tokens(self, request: TracedRequest) -> int:
-        """Return how many tokens of the prompt are cached now, in any tier; changes nothing."""
+        """Return the number of cached prompt tokens in any tier, without side effects."""
         prompt = self._cut(request, None)
         num_units = self._num_cached_units(prompt.keys)
         return min(num_units, max(prompt.num_prompt_tokens - 1, 0) // self.block_size) * self.block_size
 
     def best_order(self, request: TracedRequest) -> tuple[int, ...]:
-        """Return the permutation of the documents with the longest cached prefix; changes nothing."""
+        """Return the permutation of documents with the longest cached prefix, without side effects."""
         paths = CachedPaths()
         self._explore(request, (), 0, paths)
         return arrange(request.doc_ids, "cache_aware", paths, prefix=NO_STATIC_PREFIX)
 
     def serve(self, request: TracedRequest, number: int) -> Served:
-        """Return what a request hits; count it, evict what has to go, and store what it leaves.
+        """Return a request's hits; count it, and update the tiers.
 
         Args:
             request: with its documents in the order in which the prompt shows them.
@@ -168,7 +168,7 @@ class BlockCache:
         return self._serve(self.enter(request, number))
 
     def warm(self, request: TracedRequest, expected_uses: int) -> None:
-        """Store the documents of a prompt ahead of requests, with the priority of that many uses.
+        """Store the documents of a prompt in advance, ranked as if used that many times.
 
         Raises:
             ConfigError: the GPU has not enough blocks for it.
@@ -179,7 +179,7 @@ class BlockCache:
 
     def _serve(self, run: BlockRun) -> Served:
         self.begin(run, loads_by_layer=self._options.overlaps_transfers)
-        if self._options.overlaps_transfers:  # host memory holds what is loaded until the prompt is computed
+        if self._options.overlaps_transfers:  # loaded blocks stay in host memory until the prompt is computed
             self.compute(run, run.num_remaining)
             self.load(run)
         else:
@@ -198,7 +198,7 @@ class BlockCache:
     # A request's way
 
     def enter(self, request: TracedRequest, number: int | None) -> BlockRun:
-        """Return a request that waits: what it will hit is evicted last. Without a number it is documents alone.
+        """Return a queued request, whose hits are protected. Without a number it is a prefix of documents.
 
         Raises:
             ConfigError: the GPU has not enough blocks for it, as vLLM would refuse it.
@@ -217,7 +217,7 @@ class BlockCache:
         return run
 
     def begin(self, run: BlockRun, max_tokens: int = sys.maxsize, *, loads_by_layer: bool = False) -> None:
-        """Give a request its blocks, those of ``max_tokens`` to compute at most.
+        """Give a request its blocks, for at most ``max_tokens`` to compute.
 
         It is to :meth:`load` next, and then to :meth:`compute` what is left. If it ``loads_by_layer``, it computes
         while it loads: it has blocks for both, and computes its last token's block, which it hit, too.
@@ -241,7 +241,7 @@ class BlockCache:
         elif self._chunks is not None:
             self._chunks.warm(run.request, run.expected_uses)
         run.held = self._gpu.use(keys[:num_local])
-        run.num_computed = min(len(run.tiers) * size, num_tokens - 1)  # of what was loaded whole the last one again
+        run.num_computed = min(len(run.tiers) * size, num_tokens - 1)  # a fully cached prompt recomputes its last token
         run.num_answered = 0
         if below and not loads_by_layer:  # the rest of the prompt gets its blocks once these are loaded
             self._gpu.take(run.held, len(below))
@@ -251,7 +251,7 @@ class BlockCache:
         self._count_access(run)
 
     def load(self, run: BlockRun) -> None:
-        """Note that what a request hit below the GPU is there now."""
+        """Record that a request's loads from below the GPU have ended."""
         if run.promised:
             assert self._host is not None
             self._host.release(run.promised)
@@ -259,7 +259,7 @@ class BlockCache:
             self._name(run, len(run.tiers))
 
     def compute(self, run: BlockRun, num_tokens: int) -> None:
-        """Compute tokens of the prompt, and copy it to the host when it is whole."""
+        """Compute tokens of the prompt, and copy it to the host when it is complete."""
         num_prompt_tokens = run.prompt.num_prompt_tokens
         run.num_computed += num_tokens
         self._fill(run, run.num_computed)
@@ -271,7 +271,7 @@ class BlockCache:
             self._store(run, run.prompt.keys[first:last])
 
     def answer(self, run: BlockRun) -> None:
-        """Compute a token of the answer: the one that the step before gave; the last one's KV is never needed."""
+        """Compute the KV of the previous step's answer token; the last token needs none."""
         size, num_tokens = self.block_size, run.prompt.num_prompt_tokens + run.num_answered
         if num_tokens % size == 0:
             self._gpu.take(run.held, 1)
@@ -280,7 +280,7 @@ class BlockCache:
         self._name(run, (num_tokens + 1) // size)
 
     def _store_answer(self, run: BlockRun, num_tokens: int) -> None:
-        """Copy the answer's block that the first ``num_tokens`` fill to the host: it has been full for a step."""
+        """Copy the answer's block filled by the first ``num_tokens`` to the host, a step after it became full."""
         num_full = num_tokens // self.block_size
         if self._host is not None and run.prompt.num_prompt_tokens // self.block_size < num_full <= run.num_storable:
             self._store(run, run.prompt.keys[num_full - 1 : num_full])
@@ -290,12 +290,12 @@ class BlockCache:
         run.stored += self._host.store(keys)
 
     def settle(self) -> None:
-        """Note that the copies to the host are done, as they are with the step after they were begun."""
+        """Record that the copies to the host have ended, a step after they began."""
         if self._host is not None:
             self._host.settle()
 
     def end(self, run: BlockRun) -> None:
-        """Note that a request was answered."""
+        """Record that a request was answered."""
         prompt = run.prompt
         if prompt.answer_key is not None:
             self._tree.conversations.on_answered(prompt.answer_key, run.turn, self._tree.num_requests)
@@ -338,7 +338,7 @@ class BlockCache:
         self._name(run, num_tokens // self.block_size)
 
     def _reuse(self, run: BlockRun) -> None:
-        """Take what chunks have; blocks from the first approximate token on are keyed for no other request."""
+        """Reuse chunks; blocks from the first approximate token on are private to the request."""
         if self._chunks is not None:
             run.reuse = self._chunks.serve(run.request, len(run.tiers) * self.block_size)
         if run.reuse.first_token is not None:
@@ -359,12 +359,12 @@ class BlockCache:
         self._tree.record_access(path, num_hit_units=len(run.tiers), cost_per_token_s=cost_s, turn=run.turn)
 
     def _path(self, prompt: PromptBlocks) -> Sequence[TreeNode]:
-        """Return the nodes of a prompt that has entered."""
+        """Return the nodes of an entered prompt."""
         path = self._tree.retained_path(prompt.path[-1].keys[-1]) if prompt.path else []
         return self._tree.insert(prompt.path) if path is None else path
 
     def _busy_steps(self, prompt: PromptBlocks) -> list[int]:
-        """Return the steps of an answer in which a block is begun or becomes full; nothing happens in the others."""
+        """Return the steps of an answer in which a block begins or becomes full; nothing happens in others."""
         size, first, last = self.block_size, prompt.num_prompt_tokens, prompt.num_tokens
         begun = range(-(-first // size) * size + 1, last + 1, size)
         full = range((first // size + 1) * size, last + 1, size)
@@ -376,7 +376,7 @@ class BlockCache:
         run.num_named = max(run.num_named, num_full)
 
     def _num_storable_blocks(self, run: BlockRun) -> int:
-        """Return how many of its blocks a request is worth storing below the GPU."""
+        """Return the number of a request's blocks that are stored below the GPU."""
         assert self._host is not None
         prompt = run.prompt
         num_blocks, num_documents = prompt.num_document_blocks, len(prompt.history.documents)
@@ -392,7 +392,7 @@ class BlockCache:
         return _cut(request, number, self._options, self._history(request))
 
     def _history(self, request: TracedRequest) -> History:
-        """Return the history of a turn; one that overtook the turn before it has tokens of its own."""
+        """Return the history of a turn; a turn that overtook the previous one has its own tokens."""
         if request.conversation is None or not request.history_tokens:
             return History()
         num_tokens = self._options.system_tokens + request.history_tokens
@@ -400,7 +400,7 @@ class BlockCache:
         return known if known.num_tokens == num_tokens else History(((num_tokens, b"overtaken"),))
 
     def served(self, run: BlockRun) -> Served:
-        """Return what a request found when it began."""
+        """Return the hits of a request at its start."""
         prompt, tiers = run.prompt, run.tiers
         by_tier = tuple(tiers.count(tier) * self.block_size for tier in Tier)
         return Served(
@@ -419,7 +419,7 @@ class BlockCache:
         return self._tree.match_prefix([PathSegment(keys, len(keys) * self.block_size)]).num_units
 
     def _explore(self, request: TracedRequest, chosen: tuple[int, ...], num_cached: int, paths: CachedPaths) -> None:
-        """Tell ``paths`` of all orders of documents that are cached further than ``num_cached`` after those chosen.
+        """Add all document orders with a longer cached prefix than ``num_cached`` to ``paths``.
 
         A document that fills no block of its own ends where the one before it does, and others may follow it.
         """
@@ -439,7 +439,7 @@ class BlockCache:
                 self._explore(request, order, num_units, paths)
 
     def update_mirror(self) -> None:
-        """Let :attr:`mirror` say which orders of documents are cached; with several replicas alone."""
+        """Update :attr:`mirror`, the cached document orders; only with several replicas."""
         changed = list(self._changed)
         self._changed.clear()
         here = []
@@ -454,7 +454,7 @@ class BlockCache:
                 self._mirror(node)
 
     def _mirror(self, node: TreeNode) -> None:
-        """Note how much of a document is cached, which may be divided into several nodes."""
+        """Return the cached part of a document, which may span several nodes."""
         parts = [node]
         while (upper := parts[0].parent) is not None and upper.doc_id == node.doc_id:
             parts.insert(0, upper)
@@ -517,7 +517,7 @@ def _next_turn_s(trace: Trace) -> npt.NDArray[np.float64]:
 
 
 def _foreseen(trace: Trace, options: SimulationOptions) -> Iterator[Foreseen]:
-    """Yield what each request of a trace will use, if none overtakes another."""
+    """Yield the future uses of each request in a trace, without overtaking."""
     histories: dict[int, History] = {}
     for number, request in enumerate(trace):
         shown = request.in_order(arrange(request.doc_ids, options.order, None))

@@ -1,4 +1,4 @@
-"""Stored chunks in virtual time: KV of documents, reused at other positions than it was computed at (Cache-Craft)."""
+"""Chunk reuse in virtual time: documents' KV at other positions than it was computed at (Cache-Craft)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _UNBOUNDED = 1 << 62
 
 
 class SimulatedChunks:
-    """Chunks on the host and on disk, one version of each, reused wherever a prompt shows them.
+    """Chunks on host and disk, one version each, reused in any prompt that contains them.
 
     Of each reused document the same fraction is recomputed. A document that was computed is stored, where the policy
     has room for it. One that was cached exactly in part is stored as the engine does: if half of it was computed, or
@@ -25,7 +25,7 @@ class SimulatedChunks:
     """
 
     def __init__(self, options: SimulationOptions, cost: PrefillCost, *, page_tokens: int = 1) -> None:
-        """Begin empty; a chunk takes whole pages of its tier.
+        """Start empty; a chunk takes whole pages of its tier.
 
         Args:
             options: with ``chunk_reuse``, the fraction that is recomputed.
@@ -39,7 +39,7 @@ class SimulatedChunks:
         self._store = _ChunkStore(options, cost)
 
     def serve(self, request: TracedRequest, num_exact_tokens: int) -> Reuse:
-        """Return what a request reuses whose first ``num_exact_tokens`` are cached, and store what it computes."""
+        """Return a request's reused chunks after its ``num_exact_tokens``, and store those that it computes."""
         ends = list(accumulate(request.doc_tokens, initial=self._system_tokens))[1:]
         ahead = {i: min(request.doc_tokens[i], end - num_exact_tokens) for i, end in enumerate(ends)}
         ahead = {i: num_tokens for i, num_tokens in ahead.items() if num_tokens > 0}
@@ -49,7 +49,7 @@ class SimulatedChunks:
             chunk = self._chunk(request, i)
             if selected[i] < num_tokens and self._store.has(chunk):
                 tier = self._store.use(chunk)
-                if tier is not None:  # else what was read before it has pushed it out, and it is stored again
+                if tier is not None:  # otherwise earlier reads evicted it, and it is stored again
                     tiers[i] = tier
         for i, num_tokens in ahead.items():
             if i not in tiers and num_tokens >= request.doc_tokens[i] / (1 if tiers else 2):
@@ -65,7 +65,7 @@ class SimulatedChunks:
         )
 
     def warm(self, request: TracedRequest, expected_uses: int) -> None:
-        """Store the documents of a prompt ahead of requests."""
+        """Store the documents of a prompt in advance."""
         for place in range(len(request.doc_ids)):
             self._store.warm(self._chunk(request, place), expected_uses)
 
@@ -76,7 +76,7 @@ class SimulatedChunks:
 
 
 class _ChunkStore:
-    """Two tiers of whole chunks: what leaves the host is put on disk, if it is not there already.
+    """Two tiers of whole chunks; those evicted from the host are written to disk.
 
     The tree's first two tiers are used for the chunks' host memory and their disk.
     """
@@ -93,12 +93,12 @@ class _ChunkStore:
         )
 
     def has(self, chunk: PathSegment) -> bool:
-        """Return whether a chunk lies in any tier."""
+        """Return whether a chunk is in any tier."""
         at = self._tree.locate(chunk.keys[0])
         return at is not None and bool(self._tree.resident_anywhere(at.node))
 
     def use(self, chunk: PathSegment) -> Tier | None:
-        """Return where a chunk lies, counting a use, and bring it to the host; None: it was stored now."""
+        """Count a use of a chunk, move it to the host, and return its tier; ``None`` if it is new."""
         (node,) = self._tree.insert([chunk])
         tier = self._tier_of(node)
         self._tree.pin([node])
@@ -107,7 +107,7 @@ class _ChunkStore:
         return tier
 
     def warm(self, chunk: PathSegment, expected_uses: int) -> None:
-        """Store a chunk with the priority of that many uses."""
+        """Store a chunk, ranked as if used that many times."""
         (node,) = self._tree.insert([chunk])
         tier = self._tier_of(node)
         self._tree.pin([node])
@@ -128,7 +128,7 @@ class _ChunkStore:
         self._tree.unpin([node])
 
     def _make_room(self, tier: Tier, num_tokens: int, below: float = math.inf) -> bool:
-        """Evict what has a lower priority than ``below`` until ``num_tokens`` fit; return whether they do."""
+        """Evict chunks with priority below ``below`` until ``num_tokens`` fit; return whether they do."""
         while self._num_tokens[tier] + num_tokens > self._capacities[tier]:
             node = self._tree.victim(tier)
             if node is None or not self._tree.tiers[tier].score(node, self._tree.num_requests) < below:
@@ -151,7 +151,7 @@ class _ChunkStore:
         self._num_tokens[tier] += node.num_tokens
 
     def _tier_of(self, node: TreeNode) -> Tier | None:
-        """Return the tier of the chunks that holds a node."""
+        """Return the tier of the chunks that contains a node."""
         host, disk, _ = self._tree.tiers
         if host.resident[node.id]:
             return Tier.HOST

@@ -1,4 +1,4 @@
-"""One engine in virtual time: what waits for it, what runs in it, and how long an iteration takes."""
+"""One engine in virtual time: its queue, its running requests, and the time of an iteration."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NO_STATIC_PREFIX = b""
 
 @dataclass(frozen=True, slots=True)
 class Reuse:
-    """What a prompt takes from stored chunks after its exact prefix.
+    """The chunk reuse of a prompt after its exact prefix.
 
     Attributes:
         documents: those that are reused, by their places in the prompt.
@@ -38,7 +38,7 @@ class Reuse:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the prompt that are read from chunks."""
+        """Number of prompt tokens from chunks."""
         return self.num_host_tokens + self.num_disk_tokens
 
 
@@ -47,7 +47,7 @@ NO_REUSE = Reuse()
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """What a request hit, and what was moved for it.
+    """The hits of a request, and the KV moved for it.
 
     Attributes:
         tiers: the tier of each document of the prompt, in the prompt's order; None for a miss.
@@ -67,12 +67,12 @@ class Served:
 
     @property
     def num_cached_tokens(self) -> int:
-        """Tokens of the prompt that are cached exactly."""
+        """Number of exactly cached prompt tokens."""
         return sum(self.num_cached_tokens_by_tier)
 
 
 class SimulatedCache(Protocol):
-    """Tiers of KV: :class:`~ragcache_core.sim.blocks.BlockCache`, or another one that an experiment brings.
+    """The cache of an engine: :class:`~ragcache_core.sim.blocks.BlockCache`, or that of an experiment.
 
     A request comes with its number in the trace, which tells two questions of the same words apart. Its documents
     are in the prompt's order.
@@ -82,11 +82,11 @@ class SimulatedCache(Protocol):
     """Which orders of documents are cached, as of the last :meth:`update_mirror`."""
 
     def num_cached_tokens(self, request: TracedRequest) -> int:
-        """Return how many tokens of the prompt are cached now, in any tier; changes nothing."""
+        """Return the number of cached prompt tokens in any tier, without side effects."""
         ...
 
     def best_order(self, request: TracedRequest) -> tuple[int, ...]:
-        """Return the permutation of the documents with the longest cached prefix; changes nothing.
+        """Return the permutation of documents with the longest cached prefix, without side effects.
 
         Where nothing is gained, it is the order as it is: the result of :func:`ragcache_core.ordering.arrange` for
         ``cache_aware``, given all that is cached.
@@ -94,21 +94,21 @@ class SimulatedCache(Protocol):
         ...
 
     def serve(self, request: TracedRequest, number: int) -> Served:
-        """Return what a request hits; count it, evict what has to go, and store what it leaves."""
+        """Return a request's hits; count it, and update the tiers."""
         ...
 
     def warm(self, request: TracedRequest, expected_uses: int) -> None:
-        """Store the documents of a prompt ahead of requests, with the priority of that many uses."""
+        """Store the documents of a prompt in advance, ranked as if used that many times."""
         ...
 
     def update_mirror(self) -> None:
-        """Let :attr:`mirror` say what is cached now."""
+        """Update :attr:`mirror` to the present cache."""
         ...
 
 
 @dataclass(slots=True, weakref_slot=True, eq=False)
 class Job:
-    """A request on its way through the engine.
+    """A request in the engine.
 
     Attributes:
         number: of the request in the trace.
@@ -135,7 +135,7 @@ class Job:
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Tokens of the prompt, without the system prompt."""
+        """Number of prompt tokens without the system prompt."""
         return self.request.history_tokens + sum(self.request.doc_tokens) + self.request.question_tokens
 
 
@@ -164,11 +164,11 @@ class EngineModel:
 
     @property
     def has_room(self) -> bool:
-        """Whether a further request may be admitted to the next iteration."""
+        """Whether the next iteration may admit another request."""
         return len(self.running) < self.max_batch
 
     def iteration_s(self, admitted: Sequence[Job]) -> float:
-        """Return the seconds of the next iteration; ``admitted`` are those of the running ones that are prefilled."""
+        """Return the seconds of the next iteration; ``admitted`` requests are prefilled in it."""
         testbed = self.testbed
         compute_s = (1 - len(self.running)) * testbed.base_s
         num_host_tokens = num_disk_tokens = 0
@@ -191,7 +191,7 @@ class EngineModel:
         return max(compute_s, transfer_s) if self.overlaps_transfers else compute_s + transfer_s
 
     def end_iteration(self, now_s: float) -> list[Job]:
-        """Give every running request a token, and return those that are done; they run no longer."""
+        """Give every running request a token, and return the finished ones."""
         done = []
         for job in self.running:
             job.num_output_tokens += 1
@@ -206,14 +206,14 @@ class EngineModel:
 
 
 class QueuedEngine:
-    """An engine with its cache and the project's own queue.
+    """An engine with its cache and RAGCache's queue.
 
     Attributes:
-        cache: what is matched and changed when a job starts.
-        model: how long iterations take, and what runs in them.
-        queue: what waits.
-        speculative: jobs of unfinished searches, by their numbers: admitted while nothing else waits.
-        end_s: when the iteration ends; None: none runs.
+        cache: the cache, which a starting job uses and changes.
+        model: running requests, and the time of iterations.
+        queue: waiting jobs.
+        speculative: jobs of unfinished searches by number, admitted while no other job waits.
+        end_s: end of the present iteration; ``None`` if none runs.
     """
 
     def __init__(self, cache: SimulatedCache, options: SimulationOptions, testbed: Testbed) -> None:
@@ -229,15 +229,15 @@ class QueuedEngine:
 
     @property
     def num_pending(self) -> int:
-        """Requests that wait or run."""
+        """Number of queued and running requests."""
         return len(self.queue) + len(self.speculative) + len(self.model.running)
 
     def enqueue(self, job: Job) -> None:
-        """Have a job wait for its turn."""
+        """Add a job to the queue."""
         self.queue.add(job)
 
     def begin_iteration(self, now_s: float) -> float:
-        """Start the jobs that wait while slots are free, and return the seconds of the iteration; 0: none begins."""
+        """Start queued jobs in free slots, and return the seconds of the iteration; 0 if there is none."""
         admitted = []
         while self.model.has_room and (self.queue or self.speculative):
             started_ns = perf_counter_ns()
@@ -253,7 +253,7 @@ class QueuedEngine:
         return seconds
 
     def end_iteration(self) -> list[Job]:
-        """Return the jobs that are done with the iteration."""
+        """Return the jobs that finish with the iteration."""
         assert self.end_s is not None
         done = self.model.end_iteration(self.end_s)
         self.end_s = None

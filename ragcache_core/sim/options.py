@@ -1,4 +1,4 @@
-"""The settings of a simulation, validated when they are made."""
+"""The settings of a simulation, validated on creation."""
 
 from __future__ import annotations
 
@@ -31,48 +31,49 @@ class SimulationOptions:
     routings: ClassVar[tuple[str, ...]] = ROUTINGS
 
     policy: str = "mixture"
-    """What a full tier evicts; belady knows the future, and infinite evicts nothing."""
+    """Replacement policy of all tiers; belady (which knows the future) and infinite (which never evicts) are bounds."""
 
     order: DocumentOrder = "retrieval"
-    """In which order a prompt shows its documents."""
+    """Document order in prompts; all but retrieval change prompts."""
 
     gpu_tokens: int = 40_960
-    """Tokens of KV that the GPU holds."""
+    """Size of the GPU KV cache, in tokens."""
 
     host_tokens: int = 65_536
-    """Tokens of KV that host memory holds; 0 for no such tier."""
+    """Size of the host tier, in tokens; 0 for none."""
 
     disk_tokens: int = 0
-    """Tokens of KV that the disk holds; 0 for no such tier."""
+    """Size of the disk tier, in tokens; 0 for none."""
 
     system_tokens: int = 0
-    """Tokens of the prompt that all requests share, before the documents."""
+    """Length in tokens of the system prompt, which all requests share before their documents."""
 
     cost_model: str = "a10g-mistral-7b"
-    """What a prefill costs: a10g-mistral-7b, a10g-llama2-7b, h800-mixtral-8x7b, h800-llama2-70b, h100-llama3-8b, or a
-    file of 'ragcache profile --output'."""
+    """Cost model of a prefill: a10g-mistral-7b, a10g-llama2-7b, h800-mixtral-8x7b, h800-llama2-70b, h100-llama3-8b, or
+    a file of 'ragcache profile --output'."""
 
     queue: Queue = "fifo"
-    """The scheduling order of waiting requests."""
+    """Scheduling order of waiting requests: fifo by arrival, cache-aware by cached tokens per token to compute."""
 
     window: int = 32
-    """How often a waiting request may be overtaken."""
+    """Number of later requests that may overtake a waiting request in the cache-aware queue."""
 
     block_size: int = 16
-    """Tokens in a block."""
+    """Tokens in a KV block."""
 
     retrieval_s: float = 0.08
-    """Seconds from a request's arrival until its documents are known."""
+    """Duration of a search, in seconds: from a request's arrival until its documents are known."""
 
     search: str | None = None
-    """A file of measured searches; each request draws one instead of ``retrieval_s``: {"search_s": [0.12, 0.31]}."""
+    """JSON file of measured search times, such as {"search_s": [0.12, 0.31]}; each request draws one instead of
+    ``retrieval_s``."""
 
     max_batch: int = 1
-    """Requests that the engine runs at a time."""
+    """Maximum number of requests that an engine runs at a time."""
 
     max_cached_documents: int | None = None
-    """Documents of each prompt that are stored below the GPU, from the first one on; later ones are evicted first. By
-    default all are stored."""
+    """Number of documents of each prompt that are stored below the GPU, from the first one on; later ones are evicted
+    first. By default all are stored."""
 
     retain_s: float = 0.0
     """Each turn of a conversation whose next turn arrives within this many seconds has its prompt and answer retained
@@ -82,33 +83,33 @@ class SimulationOptions:
     """Of the smallest tier, the share that retained prompts and answers may take."""
 
     overlaps_transfers: bool = True
-    """Load KV layer by layer, while earlier layers are computed."""
+    """Whether KV is loaded layer by layer, while earlier layers are computed."""
 
     speculation: Speculation = "none"
-    """Prefill a search's candidates in idle time, before it has ended."""
+    """Whether candidates of a search are prefilled before it ends: none, or dynamic (with spare capacity)."""
 
     settle_shares: tuple[float, ...] = (0.25, 0.25, 0.25, 0.25)
-    """For each stage of a search, the share of searches whose candidates are final from then on. Searches beyond their
-    sum settle with the last stage."""
+    """Per stage of a search, the share of searches whose candidates stabilise in it. Searches beyond their sum
+    stabilise in the last stage."""
 
     chunk_reuse: float | None = None
-    """Reuse documents at any position and recompute this fraction of them: approximate. By default only exact prefixes
+    """Chunk reuse (approximate): share of a reused document that is recomputed, 0 to 1. By default only exact prefixes
     are reused."""
 
     chunk_share: float = 0.5
-    """Of host and disk, the share for documents that are reused so; the rest is for exact prefixes."""
+    """Share of host and disk tier for chunk reuse, 0 to 1; the rest holds exact prefixes."""
 
     replicas: int = 1
-    """Engines, each with tiers of these sizes."""
+    """Number of engines, each with tiers of these sizes."""
 
     routing: str = "joint"
-    """Which replica gets a request: each in turn, or, with the order of its documents, the choice of a Fleet."""
+    """Routing of requests to replicas: round-robin, or joint, the choice of a Fleet with the document order."""
 
     warm_up: int = 0
-    """Requests at the beginning that are served and not counted."""
+    """Number of requests at the beginning that are served and not counted."""
 
     seed: int = 0
-    """Of random draws besides the trace: measured searches, and the stages in which candidates settle."""
+    """Random seed of search times drawn from --search, and of the stages in which candidates stabilise."""
 
     def __post_init__(self) -> None:
         _check_choice("policy", self.policy, SIMULATED_POLICIES)
@@ -161,18 +162,18 @@ class SimulationOptions:
 
     @property
     def keeps_frequency(self) -> bool:
-        """Whether a document's uses are counted beyond its eviction; not for ``pgdsf``, as the paper has it."""
+        """Whether a document's uses are counted after its eviction; not for ``pgdsf``, as in the paper."""
         return self.policy != "pgdsf"
 
     @property
     def chunk_tokens(self) -> tuple[int, int]:
-        """Tokens of host and disk that are for chunks."""
+        """Tokens of host and disk for chunk reuse."""
         share = self.chunk_share if self.chunk_reuse is not None else 0.0
         return int(self.host_tokens * share), int(self.disk_tokens * share)
 
     @property
     def longest_prompt_tokens(self) -> int:
-        """Tokens of the longest prompt, with its answer, that finds room on the GPU; one block is vLLM's null block."""
+        """Maximum length in tokens of a prompt with its answer on the GPU, without vLLM's null block."""
         return (self.gpu_tokens // self.block_size - 1) * self.block_size
 
     def to_dict(self) -> dict[str, object]:

@@ -1,4 +1,4 @@
-"""A request as vLLM cuts it: blocks of tokens over the whole prompt, each with a key that covers all before it."""
+"""A request's prompt as blocks of tokens, each with a key that depends on all earlier tokens."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ _POSITION_BITS = 32
 
 @dataclass(frozen=True, slots=True)
 class DocumentUnits:
-    """The blocks ``[first, last)`` of a document in the tree, and how many must be cached for a hit."""
+    """The blocks ``[first, last)`` of a document, and the number that must be cached for a hit."""
 
     first: int
     last: int
 
     @property
     def num_needed(self) -> int:
-        """Blocks of the prompt that must be cached; a document without a block of its own lies in the next one."""
+        """Number of prompt blocks that must be cached; a document within a block needs that block."""
         return max(self.last, self.first + 1)
 
 
 class History(NamedTuple):
-    """What a conversation has shown so far, the system prompt included.
+    """The history of a conversation, including the system prompt.
 
-    ``runs`` are ends and names of what its tokens are, ``documents`` ids, first and last tokens of its documents.
+    ``runs`` are ends and identities of its token runs; ``documents`` are ids, first and last tokens of its documents.
     """
 
     runs: tuple[tuple[int, bytes], ...] = ()
@@ -38,13 +38,13 @@ class History(NamedTuple):
 
     @property
     def num_tokens(self) -> int:
-        """Its tokens."""
+        """Number of its tokens."""
         return self.runs[-1][0] if self.runs else 0
 
 
 @dataclass(frozen=True, slots=True)
 class PromptBlocks:
-    """The full blocks of a prompt and of the answer to it.
+    """The full blocks of a prompt and its answer.
 
     Attributes:
         keys: of the prompt's blocks, then of the answer's as far as its KV is computed: all but its last token's.
@@ -76,7 +76,7 @@ def cut_into_blocks(
     max_cached_documents: int | None = None,
     history: History = History(),  # noqa: B008 (immutable)
 ) -> PromptBlocks:
-    """Return the blocks of a request: system prompt, documents, question, and the answer's.
+    """Return the blocks of a request: system prompt, documents, question, answer.
 
     Those of a conversation's next turn follow its ``history``.
 
@@ -128,13 +128,13 @@ def cut_into_blocks(
 
 
 def _chain(digest: bytes, kind: str, number: int = 0, doc_id: str = "") -> bytes:
-    """Return what names a run of tokens after everything before it."""
+    """Return the identity of a run of tokens after all earlier ones."""
     name = f"{kind} {number} {doc_id}".encode("utf-8", "surrogatepass")  # half a pair is an id as any other
     return blake2b(digest + name, digest_size=_DIGEST_BYTES).digest()
 
 
 def _keys(runs: Sequence[tuple[int, bytes]], block_size: int) -> list[int]:
-    """Return a key for each full block: of the run that its last token lies in, and of its place."""
+    """Return a key per full block: of the run of its last token, and of its position."""
     keys: list[int] = []
     for end, digest in runs:
         keys += range(_key(digest, len(keys)), _key(digest, end // block_size))

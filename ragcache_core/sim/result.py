@@ -44,7 +44,7 @@ class RequestRecord:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """The numbers of all requests that were counted.
+    """Statistics of all counted requests.
 
     Attributes:
         document_hit_rate: share of the retrieved documents that were in some tier, with all documents before them.
@@ -96,7 +96,7 @@ class Summary:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaSummary:
-    """The requests of one replica that were counted.
+    """Statistics of one replica's counted requests.
 
     Attributes:
         token_hit_rate: of its own tiers.
@@ -116,7 +116,7 @@ class ReplicaSummary:
 
 @dataclass(frozen=True, slots=True)
 class SimulationResult:
-    """A run. ``notes`` say what its reader should know, a sentence each; ``replicas`` are those of a fleet."""
+    """The result of a run. ``notes`` are remarks for the reader; ``replicas`` are those of a fleet."""
 
     options: SimulationOptions
     summary: Summary
@@ -125,7 +125,7 @@ class SimulationResult:
     replicas: tuple[ReplicaSummary, ...] = ()
 
     def to_dict(self) -> dict[str, object]:
-        """Return plain JSON data; ``requests`` only where they were kept."""
+        """Return plain JSON data; ``requests`` only if they were kept."""
         data: dict[str, object] = {
             "options": self.options.to_dict(),
             "summary": self.summary.to_dict(),
@@ -139,7 +139,7 @@ class SimulationResult:
 
 
 class Recorder:
-    """Takes in requests as they are done; those of the warm-up have a record and are not counted.
+    """Records finished requests; those of the warm-up are not counted.
 
     Attributes:
         max_overtaken: of the queue, once the run is over.
@@ -160,7 +160,7 @@ class Recorder:
         self._records: list[RequestRecord | None] | None = [None] * len(trace) if keeps_requests else None
 
     def add(self, job: Job) -> None:
-        """Take in a request that is done."""
+        """Record a finished request."""
         served = job.served
         assert served is not None
         assert job.first_token_s is not None
@@ -196,7 +196,7 @@ class Recorder:
         self._last_s = max(self._last_s, job.done_s)
 
     def of_replica(self, busy_s: float, seconds: float) -> ReplicaSummary:
-        """Return what a replica came to, which took in its requests alone and computed ``busy_s`` of ``seconds``."""
+        """Return the summary of a replica, from its own requests and its busy time (``busy_s`` of ``seconds``)."""
         ttft_s, num_tokens = np.frombuffer(self._ttft_s), max(self._num_document_tokens, 1)
         return ReplicaSummary(
             num_requests=len(ttft_s),
@@ -208,11 +208,11 @@ class Recorder:
 
     @property
     def counted_s(self) -> float:
-        """Seconds from the first arrival that counts to the last answer."""
+        """Seconds from the first counted arrival to the last answer."""
         return max(self._last_s - float(self._arrival_s[self._options.warm_up]), 0.0)
 
     def result(self, notes: tuple[str, ...], replicas: tuple[ReplicaSummary, ...] = ()) -> SimulationResult:
-        """Return everything, once all requests are done."""
+        """Return the result, after all requests have finished."""
         num_requests = len(self._ttft_s)
         ttft_s = np.frombuffer(self._ttft_s)
         decision_s = np.frombuffer(self._decision_ns, np.int64) / 1e9
@@ -246,7 +246,7 @@ class Recorder:
         return SimulationResult(self._options, summary, (*notes, *self._overload(summary)), records, replicas)
 
     def _overload(self, summary: Summary) -> Iterator[str]:
-        """Say it where requests come faster than they are served, whatever is cached."""
+        """Return a note if requests arrive faster than they can be served."""
         first_s, last_s = self._arrival_s[self._options.warm_up], self._arrival_s[-1]
         arriving_rps = (summary.num_requests - 1) / (last_s - first_s) if last_s > first_s else 0.0
         if summary.num_requests >= _FEWEST_FOR_A_RATE and summary.throughput_rps < _SERVED_SHARE * arriving_rps:

@@ -66,7 +66,7 @@ class Router:
         return self.replicas.index(replica), order
 
     def send(self, place: int, request: TracedRequest) -> InFlightRequest:
-        """Count a request, its documents in the prompt's order, as one that a replica has not answered."""
+        """Count a request, with its documents in prompt order, as open on a replica."""
         replica, prompt = self.replicas[place], self._prompt(request)
         return replica.load.begin(prompt, replica.num_cached_tokens(prompt))
 
@@ -77,7 +77,7 @@ class Router:
         return choose_replica(self._index, self.replicas, prompt)
 
     def _prompt(self, request: TracedRequest) -> PromptInfo:
-        """Return what a client knows of a request's prompt."""
+        """Return a client's view of a request's prompt."""
         num_static_tokens = self._options.system_tokens + request.history_tokens
         ends = [num_static_tokens]
         for num_tokens in request.doc_tokens:
@@ -94,7 +94,7 @@ MAX_PREFILL_BS = 4
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """Other parts than the project's own, which an experiment brings.
+    """Replacements of parts by an experiment.
 
     Attributes:
         make_cache: returns the empty cache of a replica.
@@ -135,7 +135,7 @@ def simulate(
     warmed: Iterable[tuple[TracedRequest, int]] = (),
     parts: Parts = PARTS,
 ) -> SimulationResult:
-    """Return what the engines would have done with ``trace``.
+    """Return the simulated result of ``trace``.
 
     A request arrives, its documents are known ``retrieval_s`` later, and their order (and its replica) is chosen then,
     as a client does. It waits in the project's own queue until the engine admits it
@@ -171,7 +171,7 @@ def simulate(
 
 
 def search_s(num_requests: int, options: SimulationOptions) -> np.ndarray:
-    """Return how long each request's search takes: the constant of the options, or drawn from measured ones.
+    """Return each request's search time: a constant, or drawn from measured ones.
 
     Raises:
         ConfigError: the file of measured searches cannot be used.
@@ -183,7 +183,7 @@ def search_s(num_requests: int, options: SimulationOptions) -> np.ndarray:
 
 
 def check_trace(trace: Trace, options: SimulationOptions, testbed: Testbed) -> tuple[str, ...]:
-    """Return what limits the meaning of a run, a sentence each.
+    """Return the limits of a run's validity, one sentence each.
 
     Raises:
         ConfigError: nothing is left after the warm-up, or conversations meet chunk reuse.
@@ -203,7 +203,7 @@ def check_trace(trace: Trace, options: SimulationOptions, testbed: Testbed) -> t
 
 @dataclass(slots=True)
 class _SimulatedSearch:
-    """An unfinished search; from stage ``settled`` on its candidates are the final ones."""
+    """An unfinished search, whose candidates are final from stage ``settled`` on."""
 
     number: int
     request: TracedRequest
@@ -214,7 +214,7 @@ class _SimulatedSearch:
 
 @dataclass(slots=True, eq=False)
 class _SimulatedReplica:
-    """One engine of the fleet, and what it did; ``busy_s`` are seconds in which it computed."""
+    """One engine of the fleet, and its statistics; ``busy_s`` are seconds of computing."""
 
     engine: QueuedEngine
     recorder: Recorder
@@ -223,7 +223,7 @@ class _SimulatedReplica:
 
 
 class _Simulation:
-    """The clock: ends of searches and of iterations, in the order of time."""
+    """The event loop: ends of searches and iterations, in order of time."""
 
     def __init__(
         self,
@@ -344,7 +344,7 @@ class _Simulation:
             self._finish(job, self._replicas[0])
 
     def _start_deferred(self, now_s: float) -> None:
-        """Start speculative requests that could not be admitted earlier and can be now."""
+        """Start speculative requests that can be admitted now."""
         for search in list(self._deferred.values()):
             num_pending = self._engine.num_pending
             if num_pending >= MAX_PREFILL_BS:
@@ -366,7 +366,7 @@ class _Simulation:
         replica.engine.enqueue(job)
 
     def _job(self, number: int, request: TracedRequest, *, is_wrong: bool = False) -> Job:
-        """Return a request with its documents in the order in which its prompt shows them."""
+        """Return a request with its documents in prompt order."""
         started_ns = perf_counter_ns()
         if self._options.order == "cache_aware" and not is_wrong:
             order = self._engine.cache.best_order(request)
@@ -409,7 +409,7 @@ class _Simulation:
 
 
 def _stages(arrival_s: np.ndarray, search_s: np.ndarray, num_stages: int) -> Iterator[tuple[float, int, int]]:
-    """Yield (time, number of the request, stage) for each end of a stage of a search, in the order of time."""
+    """Yield (time, number of the request, stage) for each end of a stage, in order of time."""
     streams = []
     for stage in range(num_stages):
         ends_s = arrival_s + search_s * (stage + 1) / num_stages
@@ -419,7 +419,7 @@ def _stages(arrival_s: np.ndarray, search_s: np.ndarray, num_stages: int) -> Ite
 
 
 def _settling(num_requests: int, options: SimulationOptions) -> Iterator[int]:
-    """Return the stage of each search from which on its candidates are the final ones."""
+    """Return the stage of each search from which its candidates are final."""
     ends = np.cumsum(options.settle_shares[:-1])
     drawn = np.random.default_rng(options.seed).random(num_requests)
     return iter(np.searchsorted(ends, drawn, side="right").tolist())

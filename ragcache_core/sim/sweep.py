@@ -1,4 +1,4 @@
-"""Many runs of the simulator, several at a time; what is finished is kept, and need not be run again.
+"""Many simulations, several at a time; finished runs are kept for the next time.
 
 A run is a trace and its options. Its key is a digest of both and of the version, so that a journal says of any run
 whether it is finished: runs of other traces, of other options and of other versions are other runs.
@@ -38,7 +38,7 @@ _POLL_S = 0.2
 
 @dataclass(frozen=True, slots=True)
 class SweepRun:
-    """One simulation that is to be done: a trace's file, the digest of what is in it, and the options."""
+    """One simulation to run: a trace's file with the digest of its content, and the options."""
 
     trace: Path
     trace_sha256: str
@@ -47,14 +47,14 @@ class SweepRun:
 
     @property
     def key(self) -> str:
-        """The same for the same requests, options, cost model and version."""
+        """Key of a run, equal for equal requests, options, cost model and version."""
         facts = [__version__, self.trace_sha256, self.cost_sha256, self.options.to_dict()]
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
 
 
 @dataclass(frozen=True, slots=True)
 class FinishedRun:
-    """What became of a run, as plain JSON data: ``options`` and ``summary`` as a result's ``to_dict`` has them."""
+    """The outcome of a run as plain JSON data: ``options`` and ``summary`` of a result's ``to_dict``."""
 
     key: str
     trace: str
@@ -69,7 +69,7 @@ class FinishedRun:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> FinishedRun:
-        """Return the run that :meth:`to_dict` wrote.
+        """Return the run of a :meth:`to_dict`.
 
         Raises:
             KeyError: something is missing.
@@ -78,13 +78,13 @@ class FinishedRun:
 
 
 class Journal:
-    """A file of finished runs, one line of JSON each. A line that was cut off is a run that did not finish."""
+    """A file of finished runs, one JSON line each. An incomplete line is a run that did not finish."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     def read(self) -> dict[str, FinishedRun]:
-        """Return the finished runs by their keys; none where there is no file."""
+        """Return the finished runs by key; empty without a file."""
         try:
             lines = self.path.read_bytes().splitlines()
         except FileNotFoundError:
@@ -93,7 +93,7 @@ class Journal:
         return {run.key: run for run in runs if run is not None}
 
     def append(self, run: FinishedRun) -> None:
-        """Add a run; it is on disk when this returns."""
+        """Append a run; durable at the return."""
         make_folders(self.path.parent)
         with open(self.path, "a+b", opener=open_private) as file:
             line = json.dumps(run.to_dict()).encode() + b"\n"
@@ -102,7 +102,7 @@ class Journal:
             os.fsync(file.fileno())
 
     def remove(self) -> None:
-        """Remove the file: its runs are kept elsewhere."""
+        """Delete the file, as its runs are stored elsewhere."""
         self.path.unlink(missing_ok=True)
 
     def _ends_with_a_line(self) -> bool:
@@ -124,7 +124,7 @@ def plan(
     replicas: Sequence[int] = (),
     routings: Sequence[str] = (),
 ) -> list[SweepRun]:
-    """Return a run for each trace with each combination of values; what is not given is as in ``base``.
+    """Return a run for each trace and combination of values; other settings are those of ``base``.
 
     A plan of several runs has no ``belady`` where there is no such bound: with the order ``cache_aware``, or replicas.
 
@@ -161,7 +161,7 @@ def run_all(
     report: Callable[[int], object] = lambda _: None,
     simulate: Callable[..., SimulationResult] | None = None,
 ) -> list[FinishedRun]:
-    """Simulate what is not among ``finished`` in ``jobs`` processes, and return all runs in the order they came in.
+    """Simulate the runs that are not in ``finished``, in ``jobs`` processes, and return all in input order.
 
     Args:
         runs: to be done.
@@ -200,7 +200,7 @@ def run_all(
 
 
 def above_belady(runs: Sequence[FinishedRun]) -> list[str]:
-    """Return why a policy of ``runs`` came out better than belady with the same trace, capacities and order.
+    """Return why a policy of ``runs`` was better than belady with the same trace, capacities and order.
 
     One sentence with the run where it shows most; none where no policy did.
     """
@@ -230,7 +230,7 @@ def _setting(run: FinishedRun) -> tuple[object, ...]:
 
 @contextmanager
 def _workers(jobs: int, counter: Synchronized[int]) -> Iterator[ProcessPoolExecutor]:
-    """Yield processes that are ended with the block, at once where it fails."""
+    """Yield processes that end with the block, at once if it fails."""
     others = set(active_children())
     executor = ProcessPoolExecutor(jobs, get_context("spawn"), initializer=_start_worker, initargs=(counter,))
     try:
@@ -245,7 +245,7 @@ def _workers(jobs: int, counter: Synchronized[int]) -> Iterator[ProcessPoolExecu
 
 @contextmanager
 def _without_interrupts() -> Iterator[None]:
-    """Hold Ctrl-C back, here until the block ends and in the processes that it starts for good: their owner ends them.
+    """Defer Ctrl-C in this process until the block's end, and ignore it in processes started inside.
 
     A terminal's Ctrl-C reaches all its processes, also one that is still importing what would have it ignored.
     """

@@ -1,4 +1,4 @@
-"""Whose prefill and whose links are simulated: the paper's four models on their testbeds, an H100, or a profile."""
+"""Cost models of prefill and transfers: the paper's four models on their testbeds, an H100, or a profile."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _OF_KV: Mapping[str, float] = {
     "host_gib_per_s": _PCIE4_GIB_PER_S,
     "disk_gib_per_s": _NVME_GIB_PER_S,
 }
-"""What a file may say beside its times, and what is assumed where it does not."""
+"""Optional fields of a file, with their defaults."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class PrefillFormula:
     per_pair_s: float
 
     def estimate_s(self, num_cached_tokens: int, num_new_tokens: int, /) -> float:
-        """Return the seconds of a prefill; no new tokens take none."""
+        """Return the seconds of a prefill; 0 without new tokens."""
         if num_new_tokens <= 0:
             return 0.0
         a, b = num_cached_tokens, num_new_tokens
@@ -44,17 +44,16 @@ class PrefillFormula:
 
 @dataclass(frozen=True, slots=True)
 class Testbed:
-    """A model on its hardware.
+    """A model on a machine.
 
     Attributes:
-        cost: what a prefill costs.
-        base_s: the part of an iteration that all of its requests share.
-        tokens_per_gib: of KV.
-        host_gib_per_s, disk_gib_per_s: at which KV comes to the GPU.
-        decode_per_token_s: what a token of context adds to an iteration that decodes; None: what ``cost`` says of one
-            new token.
-        assumed: names and values of what its file does not say.
-        steps: what was measured of its steps.
+        cost: cost model of a prefill.
+        base_s: seconds of an iteration that its requests share.
+        tokens_per_gib: tokens of KV per GiB.
+        host_gib_per_s, disk_gib_per_s: bandwidth of loads to the GPU.
+        decode_per_token_s: seconds per context token of a decoding iteration; ``None``: by ``cost`` of one new token.
+        assumed: names and values that its file lacks.
+        steps: measured step times.
     """
 
     __test__ = False  # it is no test, whatever pytest makes of its name
@@ -70,18 +69,18 @@ class Testbed:
     steps: StepTimes | None = None
 
     def decode_s(self, num_context_tokens: int) -> float:
-        """Return the seconds of an iteration that computes one more token after ``num_context_tokens``."""
+        """Return the seconds of an iteration that computes one token after ``num_context_tokens``."""
         if self.decode_per_token_s is None:
             return self.cost.estimate_s(num_context_tokens, 1)
         return self.base_s + self.decode_per_token_s * num_context_tokens
 
     def transfer_s(self, num_host_tokens: int, num_disk_tokens: int) -> float:
-        """Return the seconds in which KV comes to the GPU; that of the disk passes through the host."""
+        """Return the seconds to transfer KV to the GPU; from disk it passes through the host."""
         num_host_gib = (num_host_tokens + num_disk_tokens) / self.tokens_per_gib
         return num_host_gib / self.host_gib_per_s + num_disk_tokens / self.tokens_per_gib / self.disk_gib_per_s
 
     def lengths_beyond(self, num_cached_tokens: int, num_new_tokens: int) -> str | None:
-        """Return what is missing where prompts are longer than what was measured; None for a formula, or if nothing."""
+        """Return a note if prompts are longer than the measured ones; ``None`` for a formula."""
         if not isinstance(self.cost, PrefillCostModel):
             return None
         cached, new = self.cost.cached_tokens[-1], self.cost.new_tokens[-1]
@@ -139,7 +138,7 @@ MEASURED: Mapping[str, Path] = {"h100-llama3-8b": Path(__file__).with_name("h100
 
 
 def load_testbed(name_or_file: str) -> Testbed:
-    """Return a testbed of :data:`TESTBEDS` or :data:`MEASURED`, or of a JSON file.
+    """Return the testbed of a name in :data:`TESTBEDS` or :data:`MEASURED`, or of a JSON file.
 
     A file holds a profile as ``ragcache profile`` writes it, or the prefill times alone. It may also have
     ``tokens_per_gib`` (8,192 without it), ``host_gib_per_s``, ``disk_gib_per_s`` and ``steps``; instead of times
@@ -172,7 +171,7 @@ def load_testbed(name_or_file: str) -> Testbed:
 
 
 def read_searches(path: Path) -> tuple[float, ...]:
-    """Return the seconds of the searches in a file: its list ``search_s``, or those of each of its ``runs``.
+    """Return the search times of a file in seconds: its list ``search_s``, or those of its ``runs``.
 
     Raises:
         ConfigError: it cannot be read, or has no searches, or other things than seconds.

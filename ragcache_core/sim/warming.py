@@ -1,4 +1,4 @@
-"""Which documents to prefill ahead of requests, after which others, and the expected gain."""
+"""Choose the documents to prefill in advance, after which prefix, and forecast the gain."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NUM_FIRST = 500
 
 @dataclass(frozen=True, slots=True)
 class WarmPath:
-    """Documents in the order in which prompts show them; those before the last are a path of their own.
+    """Documents in prompt order; those before the last are a prefix of their own.
 
     Attributes:
         doc_ids: from the first of a prompt on.
@@ -39,7 +39,7 @@ class WarmPath:
 
 @dataclass(slots=True)
 class _CountedPath:
-    """How often a path was retrieved, and the lengths of its documents as they were the last time."""
+    """A prefix's number of retrievals, and its documents' last lengths."""
 
     num_uses: int = 0
     doc_tokens: tuple[int, ...] = ()
@@ -48,7 +48,7 @@ class _CountedPath:
 def pick_paths(
     trace: Trace, budget_tokens: int, cost: PrefillCost, *, system_tokens: int = 0, anywhere: bool = False
 ) -> list[WarmPath]:
-    """Return the paths that save most prefill time of requests as those of ``trace``; each after its prefixes.
+    """Return the prefixes that save the most prefill time for requests like ``trace``; each after its own prefixes.
 
     A path is worth its uses times the seconds that its last document takes after the others, and costs that document's
     tokens. Of those whose beginning is picked, the one worth most per token is next; what does not fit is passed over,
@@ -103,7 +103,7 @@ def _paths(request: TracedRequest, *, anywhere: bool) -> Iterator[tuple[tuple[Do
 
 @dataclass(frozen=True, slots=True)
 class StartForecast:
-    """How the first requests after a start fare; ``cached_share`` is that of their prompts' tokens."""
+    """Statistics of the first requests after a start; ``cached_share`` is that of prompt tokens."""
 
     mean_ttft_s: float
     cached_share: float
@@ -111,7 +111,7 @@ class StartForecast:
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """The first ``num_requests`` of a trace on an engine that starts empty, and on one that starts warmed."""
+    """The first ``num_requests`` of a trace on an empty engine, and on a warmed one."""
 
     num_requests: int
     cold: StartForecast

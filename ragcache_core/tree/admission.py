@@ -1,4 +1,4 @@
-"""What a full tier takes in: only what ranks above that which has to go for it."""
+"""Admission to a full tier: only units that rank above the ones evicted for them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ragcache_core.types import Tier
 
 
 class Admission(NamedTuple):
-    """The first ``num_admitted`` units of those offered may enter the tier; ``evicted`` went for them."""
+    """The first ``num_admitted`` offered units may enter the tier; ``evicted`` were evicted for them."""
 
     num_admitted: int
     evicted: list[EvictedUnit]
@@ -29,20 +29,19 @@ def admit(
     offered_size: Callable[[Hashable], int] | None = None,
     evicted_size: Callable[[Hashable], int] | None = None,
 ) -> Admission:
-    """Evict from ``tier`` for units that are offered to it, one node after the other, while others rank lower.
+    """Evict lower-ranked units from ``tier`` for the offered ones, node by node.
 
     A node ranks at least as high as those offered behind it, which are of no use without it: a document that was used
     once enters with the history of a conversation that is likely to go on.
 
     Args:
         tree: has the units.
-        tier: takes them in.
-        keys: of one path, in its order; none of them lies in the tier. What the tree does not know gets what is free:
-            nothing goes for it.
-        num_free: units that fit as it is.
-        protected: units that stay.
-        offered_size: for how many an offered unit counts, by its key; one, if None.
-        evicted_size: the same of an evicted unit.
+        tier: the tier.
+        keys: units of one path in order, none of them in the tier. Unknown ones only get free space.
+        num_free: free units.
+        protected: units that must stay.
+        offered_size: size of an offered unit by key; one if ``None``.
+        evicted_size: size of an evicted unit.
     """
 
     num_admitted = num_seen = 0
@@ -67,14 +66,14 @@ def admit(
 
 
 def _worths(tree: TieredTree, tier: Tier, parts: Sequence[tuple[TreeNode | None, int]]) -> list[float]:
-    """Return for each part of a path the highest rank of its node and of those behind it."""
+    """Return, for each part of a path, the highest rank of its node and the following ones."""
     state = tree.tiers[tier]
     own = [-math.inf if node is None else state.worth(node, tree.num_requests) for node, _ in parts]
     return [*accumulate(reversed(own), max)][::-1]
 
 
 def _parts(tree: TieredTree, keys: Sequence[Hashable]) -> list[tuple[TreeNode | None, int]]:
-    """Return the nodes of units in their order, None for unknown ones, and how many of the units are of each."""
+    """Return the nodes of units in order (``None`` for unknown ones), with their numbers of units."""
     parts: list[tuple[TreeNode | None, int]] = []
     end = 0
     for at, first, length in tree.runs(keys):
@@ -90,14 +89,14 @@ def _parts(tree: TieredTree, keys: Sequence[Hashable]) -> list[tuple[TreeNode | 
 
 
 def _num_fitting(num_offered: int, sizes: Sequence[int] | None, num_free: int) -> int:
-    """Return how many of the first units fit into ``num_free``, whose size is one where ``sizes`` is None."""
+    """Return how many leading units fit into ``num_free``; each has size one if ``sizes`` is ``None``."""
     if sizes is None:
         return max(min(num_offered, num_free), 0)
     return sum(1 for _ in takewhile(lambda size: size <= num_free, accumulate(sizes)))
 
 
 def admit_within_quotas(tree: TieredTree, tier: Tier, keys: Sequence[Hashable], protected: Shield) -> Admission:
-    """Evict from ``tier`` what the owners of units that are offered would have beyond their quotas, of their own alone.
+    """Evict an owner's own units from ``tier``, if the offered ones exceed its quota.
 
     ``keys`` and ``protected`` are as those of :func:`admit`. From the first unit that is beyond a quota all the same,
     none is admitted.

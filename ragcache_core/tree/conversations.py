@@ -1,4 +1,4 @@
-"""Which requests are turns of one conversation, as their tokens tell."""
+"""Recognise turns of one conversation by their tokens."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ class _Turn:
 
 
 class Conversations:
-    """Turns by the unit in which their question ends and their answer begins: who has it in the prompt goes on there.
+    """Turns by the unit in which the question ends; a later prompt that contains it continues the conversation.
 
     No user and no application says which conversation a request belongs to. A whole earlier prompt with the beginning
     of its answer says it. An answer too short to fill that block identifies no conversation, and then little is lost.
     """
 
     def __init__(self, returning: NextTurnModel) -> None:
-        """``returning`` learns of every turn."""
+        """Take ``returning``, which is updated with every turn."""
         self._returning = returning
         self._turns: OrderedDict[Hashable, _Turn] = OrderedDict()
 
     def turn_of(self, keys: Sequence[Hashable]) -> int:
-        """Return the number of the turn, from 1 on, that a prompt of these units is."""
+        """Return the turn number, from 1 on, of a prompt of these units."""
         before = self._before(keys)
         return 1 if before is None else before.number + 1
 
     def on_access(self, keys: Sequence[Hashable], num_requests: int) -> int:
-        """Note that a prompt of these units is the tree's ``num_requests``-th request, and return :meth:`turn_of`."""
+        """Record that a prompt of these units is the tree's ``num_requests``-th request, and return :meth:`turn_of`."""
         before = self._before(keys)
         if before is None:
             return 1

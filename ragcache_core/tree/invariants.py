@@ -1,4 +1,4 @@
-"""What must hold in a knowledge tree after every operation."""
+"""Invariants of a knowledge tree."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ragcache_core.types import DocId, Tier
 
 
 def check_invariants(tree: KnowledgeTree, *, is_connected: bool = True) -> None:
-    """Assert that ``tree`` is sound; for tests, O(units).
+    """Assert that ``tree`` is consistent; for tests, O(units).
 
     ``is_connected``: each resident unit's predecessors are resident in the same tier or a faster one, as long as
     no unit is added without its prefix or taken out from under others (``remove``, ``evict_anything``).
@@ -72,7 +72,7 @@ def _check_documents(tree: KnowledgeTree) -> None:
 
 
 def _is_below(tree: KnowledgeTree, node: TreeNode, tier: Tier) -> bool:
-    """Return whether slower tiers hold all that ``tier`` holds of a node."""
+    """Return whether slower tiers have all units of a node that ``tier`` has."""
     mask = tree.resident_mask(node, tier)
     below = reduce(or_, [tree.resident_mask(node, slower) for slower in Tier if slower > tier], 0)
     return mask != 0 and mask & ~below == 0
@@ -94,7 +94,7 @@ def _check_protection(tree: KnowledgeTree) -> None:
 
 
 def _gaps(tree: KnowledgeTree, node: TreeNode, tier: Tier) -> int:
-    """Return the units before the last resident one of ``node`` in ``tier`` that no tier up to it holds."""
+    """Return the units before the last resident one of ``node`` in ``tier`` that no faster tier has."""
     mask = tree.resident_mask(node, tier)
     if not mask:
         return 0

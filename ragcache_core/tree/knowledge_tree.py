@@ -1,4 +1,4 @@
-"""The knowledge tree: which documents are cached, after which others, and in which tier (RAGCache §5.1, Figure 8)."""
+"""The knowledge tree: the cached documents with their prefixes and tiers (RAGCache §5.1, Figure 8)."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ from ragcache_core.types import DocId, Tier
 class KnowledgeTree(TieredTree):
     """A prefix tree over the documents of prompts, shared by all tiers.
 
-    The root is what every request shares: nothing where several applications with prefixes of their own share an
-    engine; those are then nodes like documents. A path from the root is an order of documents, because the KV of a
-    document depends on the tokens before it. Each tier holds some units of some nodes. It evicts the last unit of its
-    lowest-ranked leaf first, which always leaves usable prefixes.
+    The root is the common prefix of all requests. It is empty if several applications with their own static prefixes
+    share an engine; those are nodes like documents then. A path from the root is an order of documents, because the KV
+    of a document depends on the tokens before it. Each tier holds some units of some nodes. It evicts the last unit of
+    its lowest-ranked leaf first, which always leaves usable prefixes.
 
-    Nothing here reads a clock, a file or a socket, or knows what a unit is: the engine and the simulator run the same
-    object. Not thread-safe.
+    The tree uses no clock, file or socket, and is independent of the meaning of a unit, so that the engine and the
+    simulator share it. Not thread-safe.
 
     Attributes:
         renamed: ids of nodes that got a name after they entered a tier below the GPU; the tier that stores names
             removes them.
-        conversations: which requests are whose next turns.
-        returning: whether conversations go on.
+        conversations: maps requests to the turns of conversations.
+        returning: predicts whether conversations continue.
 
     Args:
         policy: ranks the nodes.
         ghost_size: how many evicted documents keep their numbers in the tree.
         keeps_frequency: whether a document's statistics survive its eviction ("ghost" counts). Without, they restart
             when it has left the last tier (RAGCache's text leaves it open).
-        moves_down: whether the caller puts what leaves a tier into the next one.
+        moves_down: whether the caller moves evicted units to the next tier.
         replicated_units: units of the most used upper nodes (a prompt's prefix and first document) that host memory
             evicts last while they lie on the GPU; 0 for none.
     """
@@ -66,7 +66,7 @@ class KnowledgeTree(TieredTree):
     # Asking: changes nothing
 
     def match_prefix(self, segments: Iterable[PathSegment]) -> PrefixMatch:
-        """Return the longest cached prefix of a prompt, in whatever tiers; O(height) look-ups."""
+        """Return the longest cached prefix of a prompt in any tiers; O(height) look-ups."""
         matched: list[TreeNode] = []
         num_units = num_tokens = 0
         by_tier = [0] * len(Tier)
@@ -86,7 +86,7 @@ class KnowledgeTree(TieredTree):
         return PrefixMatch(tuple(matched), num_units, num_tokens, tuple(by_tier))
 
     def num_leading_tokens(self, node: TreeNode) -> int:
-        """Return the tokens of the longest prefix of the path to ``node`` that lies in any tiers; O(height)."""
+        """Return the tokens of the longest cached prefix of the path to ``node``; O(height)."""
         num_tokens = 0
         for step in node.path():
             num_own_tokens = self.num_own_leading_tokens(step)
@@ -96,11 +96,11 @@ class KnowledgeTree(TieredTree):
         return num_tokens
 
     def num_own_leading_tokens(self, node: TreeNode) -> int:
-        """Return the tokens of the longest beginning of ``node`` that lies in any tiers, whatever stands before it."""
+        """Return the leading cached tokens of ``node``, regardless of its prefix."""
         return node.num_tokens_of(_num_leading(self.resident_anywhere(node)))
 
     def num_leading_units(self, node: TreeNode, tiers: Sequence[Tier]) -> int:
-        """Return the units of the longest prefix of the path to ``node`` that lies in any of ``tiers``; O(height)."""
+        """Return the leading units of the path to ``node`` in any of ``tiers``; O(height)."""
         num_units = 0
         for step in node.path():
             mask = 0
@@ -115,7 +115,7 @@ class KnowledgeTree(TieredTree):
     # Growing
 
     def insert(self, segments: Iterable[PathSegment]) -> list[TreeNode]:
-        """Return the nodes of a prompt from the root down, making those that are not there; none is resident yet.
+        """Return the nodes of a prompt from the root down, creating missing ones, which are not resident.
 
         Nodes begin and end where segments do: a node that spans more is split. A segment without keys is no node.
         Nodes that are not retained, pinned or put into a tier may be gone after the next call.
@@ -124,18 +124,18 @@ class KnowledgeTree(TieredTree):
         return super().insert(segments)
 
     def retain(self, key: Hashable) -> None:
-        """Keep the unit ``key``, and so all before it, in the tree until :meth:`release`, resident or not."""
+        """Keep the unit ``key`` and its prefix in the tree until :meth:`release`, resident or not."""
         node = self._locations[key].node
         self._retained[key] = self._retained.get(key, 0) + 1
         node.num_users += 1
         self._ghosts.pop(node.id, None)
 
     def is_retained(self, key: Hashable) -> bool:
-        """Return whether the unit ``key`` itself is retained, and not only one after it."""
+        """Return whether the unit ``key`` itself is retained."""
         return key in self._retained
 
     def retained_path(self, key: Hashable) -> list[TreeNode] | None:
-        """Return the nodes up to the unit ``key``, as :meth:`insert` would; None unless it is retained and ends one.
+        """Return the nodes up to the unit ``key``, as :meth:`insert` would; ``None`` unless it is retained at its end.
 
         An answer may have grown behind it meanwhile.
         """
@@ -182,7 +182,7 @@ class KnowledgeTree(TieredTree):
             self._replicate_upper(path)
 
     def record_prefill(self, path: Sequence[TreeNode], *, num_hit_units: int, cost_per_token_s: float) -> None:
-        """Charge ``path`` with a prefill ahead of the request that it is for, which will count as the use of it.
+        """Charge ``path`` with a prefill in advance of its request, which will count as the access.
 
         See :meth:`record_access`. Ranks stand until that request comes.
         """
@@ -193,7 +193,7 @@ class KnowledgeTree(TieredTree):
                 node.num_computed += 1
 
     def record_apart(self, nodes: Sequence[TreeNode], *, num_hit_units: int, cost_per_token_s: float) -> None:
-        """Count a use of nodes beside the path of a request, which :meth:`record_access` counts: no further request.
+        """Count an access of nodes beside a request's path, without counting a request.
 
         See there for the rest.
         """
@@ -201,7 +201,7 @@ class KnowledgeTree(TieredTree):
         self._count_uses(nodes)
 
     def restore(self, node: TreeNode, *, frequency: int, cost_s: float) -> None:
-        """Give a node that grew again from storage the numbers that were stored with it; the largest win."""
+        """Restore a node's stored statistics; the largest values win."""
         self.is_regrown = True
         if frequency <= node.frequency:
             return  # as most units of a node say: they were stored with the same numbers
@@ -209,7 +209,7 @@ class KnowledgeTree(TieredTree):
         self._set_frequency(node, frequency)
 
     def seed(self, path: Sequence[TreeNode], *, expected_uses: int) -> None:
-        """Let ``path`` rank as if it had been retrieved ``expected_uses`` times up to now; what has more keeps them.
+        """Rank ``path`` as if it had been accessed ``expected_uses`` times, if it has fewer.
 
         It was prefilled ahead of a forecast: by its uses so far, none, it would be the first to be evicted.
         """
@@ -250,7 +250,7 @@ class KnowledgeTree(TieredTree):
             self._rank_later(node, 0)
 
     def _rank_later(self, node: TreeNode, age: int) -> None:
-        """Have a node ranked again at the policy's ``age``, counted from 0, unless it is retrieved before."""
+        """Rank a node again at the policy's ``age`` (counted from 0), unless it is accessed before."""
         ages = self.policy.rank_ages
         if age < len(ages) and not node.turn:
             at = node.last_request + ages[age]
@@ -272,7 +272,7 @@ class KnowledgeTree(TieredTree):
             state.update_rank(node)
 
     def _claim(self, path: Sequence[TreeNode], turn: int) -> None:
-        """Assign the unshared end of a path to its conversation: the nodes after the documents of its first turn.
+        """Assign the unshared end of a path to its conversation: the nodes after the first turn's documents.
 
         What another conversation uses as well ranks as documents do.
         """
@@ -309,7 +309,7 @@ class KnowledgeTree(TieredTree):
         self._note_if_ghost(node)
 
     def _forget_uses(self, nodes: Iterable[TreeNode]) -> None:
-        """Reset the statistics of nodes that left the last tier, where they do not survive eviction."""
+        """Reset the statistics of nodes that left the last tier, if the policy does not keep them."""
         if self._keeps_frequency:
             return
         for node in nodes:
@@ -318,7 +318,7 @@ class KnowledgeTree(TieredTree):
                 node.total_cost_s = 0.0
 
     def _replicate_upper(self, path: Sequence[TreeNode]) -> None:
-        """Replicate the prefix and the first document of a path that was just retrieved, if they are hot enough."""
+        """Replicate static prefix and first document of a path that was just accessed, if used enough."""
         for node in path:
             is_here = self.tiers[Tier.GPU].resident[node.id] and not node.is_transient
             if is_here and node.id not in self.replicated and len(node.keys) <= self._max_replicated:
@@ -327,7 +327,7 @@ class KnowledgeTree(TieredTree):
                 return
 
     def _replicate_instead(self, node: TreeNode) -> None:
-        """Replicate ``node`` where there is room, or instead of others that are less used.
+        """Replicate ``node`` within the limit, or instead of less used ones.
 
         No replicated node has fewer uses than ``_fewest_uses``: it spares most others a look at all of them.
         """
@@ -383,5 +383,5 @@ class KnowledgeTree(TieredTree):
 
 
 def _num_leading(mask: int) -> int:
-    """Return how many of the lowest bits are set without a gap."""
+    """Return the number of lowest consecutive set bits."""
     return (~mask & (mask + 1)).bit_length() - 1

@@ -1,4 +1,4 @@
-"""The knowledge tree's nodes, and the words to ask it with."""
+"""Nodes of the knowledge tree, and types of its queries."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MAX_OTHER_IDS: Final = 32
 
 @dataclass(frozen=True, slots=True)
 class PathSegment:
-    """A run of a prompt: the static prefix, a document, or what follows the documents.
+    """A part of a prompt: the static prefix, a document, or the text after the documents.
 
     ``keys`` name its units of storage in order, and they are chained: two runs with the same key at one place have the
     same keys everywhere before it. In the engine a unit is a block of KV and its key vLLM's block hash, which covers
@@ -37,7 +37,7 @@ class PathSegment:
 
 
 class TreeNode(NodeStats):
-    """Consecutive units of one document (or of a run without a name) after one particular prefix.
+    """Consecutive units of one document (or unnamed text) after one particular prefix.
 
     ::
 
@@ -107,11 +107,11 @@ class TreeNode(NodeStats):
         return nodes[::-1]
 
     def doc_ids(self) -> tuple[DocId, ...]:
-        """Return the ids of all documents that it holds a part of."""
+        """Return the ids of all documents in it."""
         return (*self.other_ids,) if self.doc_id is None else (self.doc_id, *self.other_ids)
 
     def is_named(self, doc_ids: Set[DocId]) -> bool:
-        """Return whether one of the documents begins in it, or goes on."""
+        """Return whether one of the documents begins or continues in it."""
         return self.doc_id in doc_ids or not self.other_ids.isdisjoint(doc_ids)
 
     def __repr__(self) -> str:
@@ -119,7 +119,7 @@ class TreeNode(NodeStats):
 
 
 class Location:
-    """Where a unit stands: its node, and its number in it; the same object for as long as the tree has the unit."""
+    """The location of a unit: its node and number; one object as long as the tree has the unit."""
 
     __slots__ = ("node", "unit")
 
@@ -132,7 +132,7 @@ class Location:
 
 
 def masks_of(locations: Iterable[Location | None]) -> dict[TreeNode, int]:
-    """Return the nodes of ``locations``, each with a mask of their units; None is passed over."""
+    """Return the nodes of ``locations`` with masks of their units; ``None`` is skipped."""
     masks: dict[TreeNode, int] = {}
     node: TreeNode | None = None
     first = end = 0
@@ -156,7 +156,7 @@ def masks_of(locations: Iterable[Location | None]) -> dict[TreeNode, int]:
 
 
 def length_of_run(node_keys: Sequence[Hashable], unit: int, keys: Sequence[Hashable], at: int) -> int:
-    """Return how many keys from ``keys[at]`` on are those of a node from ``unit`` on, one after the other; at least 1.
+    """Return how many keys from ``keys[at]`` on match those of a node from ``unit`` on; at least 1.
 
     The first of them is known to be.
     """
@@ -171,7 +171,7 @@ def length_of_run(node_keys: Sequence[Hashable], unit: int, keys: Sequence[Hasha
 
 
 def runs_of(mask: int) -> Iterator[tuple[int, int]]:
-    """Yield the first bit and the length of each run of bits that are set, the lowest first."""
+    """Yield first bit and length of each run of set bits, the lowest first."""
     start = 0
     while mask:
         gap = (mask & -mask).bit_length() - 1
@@ -183,7 +183,7 @@ def runs_of(mask: int) -> Iterator[tuple[int, int]]:
 
 
 class PrefixMatch(NamedTuple):
-    """The longest prefix of a prompt that lies in some tier.
+    """The longest prefix of a prompt in any tier.
 
     ``num_tokens_by_tier`` counts each token in the fastest tier that holds it, indexed by
     :class:`~ragcache_core.types.Tier`.
@@ -196,7 +196,7 @@ class PrefixMatch(NamedTuple):
 
 
 class EvictedUnit(NamedTuple):
-    """A unit that a tier evicted: the number ``unit`` of ``node``, with its key and what the tier kept for it."""
+    """An evicted unit: number ``unit`` of ``node``, with its key and slot in the tier."""
 
     node: TreeNode
     unit: int
@@ -205,7 +205,7 @@ class EvictedUnit(NamedTuple):
 
 
 def evicted_units(node: TreeNode, units: Sequence[int], slots: Sequence[Any] | None) -> list[EvictedUnit]:
-    """Return units of ``node`` that a tier evicted, which kept ``slots`` for the node's units."""
+    """Return the evicted units of ``node``, whose tier had ``slots`` for them."""
     keys = node.keys
     kept = repeat(None) if slots is None else [slots[unit] for unit in units]
     rows = zip(repeat(node), units, [keys[unit] for unit in units], kept, strict=False)

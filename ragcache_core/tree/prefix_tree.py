@@ -1,4 +1,4 @@
-"""A prefix tree over chained keys, cut where documents begin: the shape of the knowledge tree, without tiers."""
+"""A prefix tree over chained keys, cut at document boundaries: the knowledge tree without tiers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _IDS_AT_ONCE: Final = 64
 
 
 class PrefixTree:
-    """Nodes below a root, each a run of units; runs that share a beginning share nodes.
+    """Nodes below a root, each a run of units; runs with a common beginning share nodes.
 
     What else is known of a node belongs to the subclass, which is told when one is made, cut or forgotten.
 
@@ -34,7 +34,7 @@ class PrefixTree:
         return len(self._nodes) - len(self._free_ids) - 1
 
     def nodes(self) -> Iterator[TreeNode]:
-        """Yield every node below the root. The tree may change between two of them: a node is yielded as it is then."""
+        """Yield every node below the root; the tree may change meanwhile."""
         return (node for node in self._nodes if node is not None and node is not self.root)
 
     def contains(self, node: TreeNode) -> bool:
@@ -42,7 +42,7 @@ class PrefixTree:
         return self._nodes[node.id] is node
 
     def locate(self, key: Hashable) -> Location | None:
-        """Return where a unit stands, resident or not."""
+        """Return the location of a unit, resident or not."""
         return self._locations.get(key)
 
     def locate_all(self, keys: Iterable[Hashable]) -> list[Location | None]:
@@ -50,14 +50,14 @@ class PrefixTree:
         return [*map(self._locations.get, keys)]
 
     def key_before(self, location: Location) -> Hashable | None:
-        """Return the key of the unit before one on its path; None for the first."""
+        """Return the key of the previous unit; ``None`` for the first."""
         node = location.node
         if location.unit:
             return node.keys[location.unit - 1]
         return node.parent.keys[-1] if node.parent is not None and node.parent.keys else None
 
     def units_of(self, keys: Iterable[Hashable]) -> dict[TreeNode, int]:
-        """Return the nodes of units, with a mask of those units; keys that are not in the tree are passed over.
+        """Return the nodes of units with masks of them; unknown keys are skipped.
 
         O(nodes) and a comparison of lists where the keys are in the order of their path, which they need not be.
         """
@@ -67,7 +67,7 @@ class PrefixTree:
         return masks
 
     def runs(self, keys: Sequence[Hashable]) -> Iterator[tuple[int, Location, int]]:
-        """Yield the runs of units of one node that follow one another among ``keys``, as :meth:`units_of` has them.
+        """Yield runs of consecutive units of one node in ``keys``, as :meth:`units_of` does.
 
         Each is the index of its first key, the place of that, and how many keys it has.
         """
@@ -82,7 +82,7 @@ class PrefixTree:
             at += length
 
     def shielded(self, keys: Iterable[Hashable]) -> dict[TreeNode, int]:
-        """Return the units that must not go for ``keys`` to come: those, and what stands before the first of them.
+        """Return the units that must stay so that ``keys`` can enter: those, and their prefix.
 
         Keys that are not in the tree are passed over; the others follow one another on one path.
         """
@@ -98,7 +98,7 @@ class PrefixTree:
         return masks
 
     def insert(self, segments: Iterable[PathSegment]) -> list[TreeNode]:
-        """Return the nodes of a prompt from the root down, making those that are not there; none is resident yet.
+        """Return the nodes of a prompt from the root down, creating missing ones, which are not resident.
 
         Nodes begin and end where segments do: a node that spans more is split. A segment without keys is no node.
         """
@@ -112,7 +112,7 @@ class PrefixTree:
     def extend(
         self, after: Hashable | None, keys: Sequence[Hashable], num_tokens: int, owner: str | None = None
     ) -> TreeNode:
-        """Return the node of ``keys``, new units that follow the unit ``after`` (the root, if it is None).
+        """Return the node of ``keys``, new units after the unit ``after`` (the root if ``None``).
 
         They have no name: an answer, or a prompt without documents. A nameless leaf grows in place, so that an answer
         is one node.
@@ -137,7 +137,7 @@ class PrefixTree:
         other_ids: frozenset[DocId] = NO_IDS,
         owner: str | None = None,
     ) -> TreeNode | None:
-        """Return the node of one unit that follows ``after``; None where ``after`` is not in the tree.
+        """Return the node of one unit after ``after``; ``None`` if ``after`` is not in the tree.
 
         Units of one document that arrive in order become one node: this is how a tree grows again from storage.
         """
@@ -160,12 +160,12 @@ class PrefixTree:
     # By document
 
     def nodes_of(self, doc_id: DocId) -> Collection[TreeNode]:
-        """Return all nodes of a document, resident or not, in the order in which they got its name; O(1)."""
+        """Return all nodes of a document in order of naming; O(1)."""
         nodes = self._by_document.get(doc_id, {})
         return (nodes,) if isinstance(nodes, TreeNode) else nodes.keys()
 
     def named(self, doc_ids: Set[DocId]) -> list[TreeNode]:
-        """Return the nodes in which documents begin, without those below others of them; O(their nodes x height)."""
+        """Return the topmost nodes in which documents begin; O(their nodes x height)."""
         nodes = dict.fromkeys(node for doc_id in doc_ids for node in self.nodes_of(doc_id))
         return [node for node in nodes if not any(step in nodes for step in node.path()[:-1])]
 
@@ -179,20 +179,20 @@ class PrefixTree:
         """Grow the columns by ``num_ids`` nodes."""
 
     def _on_new(self, node: TreeNode) -> None:
-        """Handle a new node, which is not resident anywhere."""
+        """Handle a new node, which is not resident."""
 
     def _on_split(self, node: TreeNode, lower: TreeNode) -> None:
-        """Divide what is known of ``node``, which kept its first units, with ``lower``, which has the others."""
+        """Divide the data of ``node``, which kept its first units, with ``lower``, which has the others."""
 
     def _on_renamed(self, node: TreeNode, doc_ids: Collection[DocId]) -> None:
-        """Handle a node that got the names ``doc_ids`` besides those that it had."""
+        """Handle a node that got further names ``doc_ids``."""
 
     def _next_sequence(self) -> int:
         self._sequence += 1
         return self._sequence
 
     def _walk(self, keys: Sequence[Hashable]) -> Iterator[tuple[TreeNode, int]]:
-        """Yield the nodes along ``keys``, each with how many of its keys are common; stops after one that differs."""
+        """Yield the nodes along ``keys`` with their numbers of common keys; stop after a mismatch."""
         node, at = self.root, 0
         while at < len(keys) and node.children and (child := node.children.get(keys[at])) is not None:
             num_common = _num_common(child.keys, keys, at)
@@ -202,7 +202,7 @@ class PrefixTree:
             node, at = child, at + num_common
 
     def _end_of(self, after: Hashable | None) -> tuple[TreeNode, int]:
-        """Return the node of the unit ``after``, and how many of its units that ends; of the root, where it is None."""
+        """Return the node of the unit ``after`` and the end of that unit in it; the root if ``None``."""
         if after is None:
             return self.root, 0
         location = self._locations[after]
@@ -276,7 +276,7 @@ class PrefixTree:
         return node
 
     def _split(self, node: TreeNode, num_units: int) -> None:
-        """Cut ``node`` after ``num_units`` units: it keeps those, a new child gets the others and the children."""
+        """Cut ``node`` after ``num_units`` units; a new child gets the others and the children."""
         assert not node.num_pins, f"{node} is pinned: it cannot be cut"
         keys = node.keys[num_units:]
         num_tokens = node.num_tokens - round(node.num_tokens * num_units / len(node.keys))
@@ -299,7 +299,7 @@ class PrefixTree:
             listener(node, lower)
 
     def _remove_node(self, node: TreeNode) -> TreeNode:
-        """Take a leaf out of the tree, and return its parent."""
+        """Remove a leaf, and return its parent."""
         parent = node.parent
         assert parent is not None
         assert parent.children is not None
@@ -321,12 +321,12 @@ class PrefixTree:
 
 
 def _without(ids: frozenset[DocId], doc_id: DocId | None) -> frozenset[DocId]:
-    """Return ``ids`` without a node's first document; the same object where it is not among them."""
+    """Return ``ids`` without a node's first document; the same object if absent."""
     return ids if doc_id is None or doc_id not in ids else ids - {doc_id}
 
 
 def _num_common(node_keys: Sequence[Hashable], keys: Sequence[Hashable], at: int) -> int:
-    """Return how many of ``node_keys`` equal those from ``keys[at]`` on; O(log n), because keys are chained."""
+    """Return how many of ``node_keys`` equal ``keys[at]`` onwards; O(log n), as keys are chained."""
     high = min(len(node_keys), len(keys) - at)
     if node_keys[high - 1] == keys[at + high - 1]:
         return high

@@ -1,4 +1,4 @@
-"""How much of a tier each tenant or collection has, and whose units are evicted for others."""
+"""Each owner's share of a tier, and whose units are evicted for others."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ Owner = str | None
 
 
 class Shares:
-    """Units of one tier by their owner, with what each may have.
+    """Units of one tier by owner, with shares and quotas.
 
     A full tier evicts from owners above their share first, and takes no owner below its share while another one is
     above. A quota is never exceeded for long: an owner at its quota evicts its own units.
@@ -26,11 +26,11 @@ class Shares:
         self._quotas: dict[Owner, int] = {}
 
     def __bool__(self) -> bool:
-        """Whether owners count at all."""
+        """Whether there are owners."""
         return bool(self._shares)
 
     def divide(self, num_units: int, weights: Mapping[Owner, float], quotas: Mapping[Owner, int]) -> None:
-        """Divide a tier of ``num_units`` by ``weights``; a quota, in units, is the most that an owner may have.
+        """Divide a tier of ``num_units`` by ``weights``; a quota, in units, limits an owner.
 
         An owner without a weight has no share: it uses what others leave.
         """
@@ -42,19 +42,19 @@ class Shares:
         }
 
     def count(self, owner: Owner, num_units: int) -> None:
-        """Count units that came to the tier, or left it."""
+        """Count units that entered or left the tier."""
         self.owned[owner] = self.owned.get(owner, 0) + num_units
 
     def count_evicted(self, owner: Owner, num_units: int) -> None:
-        """Count evicted units; a negative number takes an eviction back."""
+        """Count evicted units; a negative number undoes an eviction."""
         self.evicted[owner] = self.evicted.get(owner, 0) + num_units
 
     def share_of(self, owner: Owner) -> int:
-        """Return how many units are an owner's when the tier is full."""
+        """Return an owner's number of units in a full tier."""
         return self._shares.get(owner, 0)
 
     def excess(self, owner: Owner) -> int:
-        """Return by how many units an owner has more than his share; below 0, less."""
+        """Return the units of an owner above its share; negative if below."""
         return self.owned.get(owner, 0) - self.share_of(owner)
 
     def owners_over_quota(self) -> frozenset[Owner]:
@@ -63,10 +63,10 @@ class Shares:
 
     @property
     def quotas(self) -> Mapping[Owner, int]:
-        """The most units that each owner with a limit may have."""
+        """Maximum number of units of each limited owner."""
         return self._quotas
 
     def num_over_quota(self, owner: Owner, num_new: int = 0) -> int:
-        """Return how many of its units an owner must evict before it adds ``num_new``; 0 where they fit."""
+        """Return how many of its units an owner must evict before adding ``num_new``; 0 if they fit."""
         quota = self._quotas.get(owner)
         return 0 if quota is None else max(self.owned.get(owner, 0) + num_new - quota, 0)

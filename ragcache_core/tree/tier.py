@@ -1,4 +1,4 @@
-"""One tier's view of the tree: what is resident in it, and what it evicts first."""
+"""One tier of the tree: its resident units, and its order of eviction."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ _Entry = tuple[float, int, int]
 
 
 class TierState:
-    """Columns over node ids, and heaps of the nodes that can be evicted.
+    """Columns over node ids, and heaps of evictable nodes.
 
     Attributes:
-        resident: bit i is set where unit i of the node lies in this tier.
-        slots: what the tier's owner keeps for each unit that lies here, as a block or a row; None for a node without.
+        resident: bit i is set if unit i of the node is in this tier.
+        slots: the owner's data of each resident unit, such as a block or row; ``None`` for a node without.
         num_resident_children: children of the node with any unit here; only a node without one is evictable.
         ranks: the policy's, as of the node's last update.
         in_use: units that transfers or running requests hold; sparse.
-        clock: the highest rank evicted (RAGCache §5.1, Eq. 2), one for each tier.
+        clock: the highest rank evicted from this tier (RAGCache §5.1, Eq. 2).
         num_units, num_evicted_units: resident now; evicted since the start.
-        num_entries: in the heaps, dead ones included.
-        slower: the tiers below, whose units may stand on this tier's, or be copies of them.
-        protected: ids of nodes that are evicted last; the tree calls :meth:`unprotect` when one is no longer.
-        shares: of its tenants, if there are any.
+        num_entries: heap entries, including stale ones.
+        slower: the tiers below, whose units may depend on this tier's, or be copies of them.
+        protected: ids of nodes that are evicted last; the tree calls :meth:`unprotect` to end it.
+        shares: shares of tenants, if there are any.
 
     Heaps are lazy: an entry whose node was updated, left, got a child or is held is dropped when it comes up, and
     whatever makes a node evictable again offers it again. A protected node is put aside when it is offered or comes
@@ -49,7 +49,7 @@ class TierState:
         *,
         moves_down: bool,
     ) -> None:
-        """Begin empty; with ``moves_down`` nothing has to stay because slower tiers stand on it."""
+        """Start empty; with ``moves_down`` no unit is held by copies in slower tiers."""
         self.policy = policy
         self._uses_clock = policy.uses_clock
         self._copy_discount = policy.copy_discount
@@ -75,7 +75,7 @@ class TierState:
         self._ranked_at = 0
 
     def add_columns(self, num_columns: int) -> None:
-        """Grow for nodes of the next ids."""
+        """Add columns for new node ids."""
         self.resident += [0] * num_columns
         self.slots += [None] * num_columns
         self.num_resident_children += [0] * num_columns
@@ -84,7 +84,7 @@ class TierState:
         self._is_copied += bytes(num_columns)
 
     def clear_column(self, node_id: int) -> None:
-        """Forget a node that is gone, before its id is given to another."""
+        """Clear the column of a removed node, before its id is reused."""
         self.in_use.pop(node_id, None)
         self.slots[node_id] = None
         self.ranks[node_id] = 0.0
@@ -92,7 +92,7 @@ class TierState:
         self._is_copied[node_id] = 0
 
     def slots_of(self, node: TreeNode) -> list[Any]:
-        """Return what is kept for each unit of ``node``, to be read and written; None for a unit without."""
+        """Return the slots of ``node``'s units, for reading and writing; ``None`` for a unit without."""
         slots = self.slots[node.id]
         if slots is None:
             slots = self.slots[node.id] = [None] * len(node.keys)
@@ -101,7 +101,7 @@ class TierState:
         return slots
 
     def clear_slots(self, node: TreeNode, units: int) -> None:
-        """Keep nothing for the units of ``node`` in the mask ``units``, which have left."""
+        """Clear the slots of units of ``node`` in the mask ``units``, which have left."""
         slots = self.slots[node.id]
         if slots is None:
             return
@@ -113,7 +113,7 @@ class TierState:
             slots[first : first + length] = [None] * length
 
     def is_evictable(self, node: TreeNode) -> bool:
-        """Return whether the last resident unit of ``node`` may go.
+        """Return whether the last resident unit of ``node`` can be evicted.
 
         It may not while a child is here, a pin or a user holds it, or a slower tier has units that stand on this copy.
         """
@@ -125,7 +125,7 @@ class TierState:
         return (held is None or not held >> unit & 1) and not self.is_base(node, unit)
 
     def update_rank(self, node: TreeNode) -> None:
-        """Update the rank of a node that was just retrieved."""
+        """Update the rank of a node that was just accessed."""
         if node.is_transient:
             self.ranks[node.id] = -math.inf
         elif self._uses_clock:
@@ -135,7 +135,7 @@ class TierState:
             self.offer(node)
 
     def offer(self, node: TreeNode) -> None:
-        """Put a node among the candidates for eviction, if it can be evicted."""
+        """Make a node a candidate for eviction, if it can be evicted."""
         if self._is_offered[node.id] or not self.is_evictable(node):
             return
         if node.id in self.protected:
@@ -148,7 +148,7 @@ class TierState:
         self.num_entries += 1
 
     def worth(self, node: TreeNode, num_requests: int) -> float:
-        """Return the score that a node would have in this tier, resident or not."""
+        """Return a node's score in this tier, resident or not."""
         if self._uses_clock or node.is_transient:
             return self.ranks[node.id]
         return self.policy.score(node, self.policy.rank(node, 0.0), num_requests)
@@ -169,14 +169,14 @@ class TierState:
         return bool(self._is_copied[node.id])
 
     def unprotect(self, node: TreeNode) -> None:
-        """Make a node that is no longer protected a normal candidate."""
+        """Make a node without protection a normal candidate."""
         if node.id in self._aside:
             self._aside.remove(node.id)
             self._is_offered[node.id] = 0
             self.offer(node)
 
     def compact(self, nodes: Sequence[TreeNode | None]) -> None:
-        """Drop dead entries once they are the most: where nothing is evicted, none would ever come up."""
+        """Drop stale heap entries when they are the majority, as without evictions none would be removed."""
         if self.num_entries <= self._max_entries:
             return
         for bucket, heap in list(self._heaps.items()):
@@ -189,7 +189,7 @@ class TierState:
     def candidate(
         self, nodes: Sequence[TreeNode | None], num_requests: int, owners: Collection[Owner] | None = None
     ) -> TreeNode | None:
-        """Return the node whose last resident unit is evicted next, or None. It stays a candidate.
+        """Return the node whose last resident unit is evicted next; ``None`` if there is none. It stays a candidate.
 
         A protected one only where there is no other. It is one of ``owners``, if they are given; O(owners).
         """
@@ -199,7 +199,7 @@ class TierState:
     def _best(
         self, nodes: Sequence[TreeNode | None], num_requests: int, owners: Collection[Owner] | None
     ) -> TreeNode | None:
-        """Return the first of the buckets' first nodes, or None; protected ones are put aside."""
+        """Return the best of the buckets' first nodes, or ``None``; protected ones are set aside."""
         best: TreeNode | None = None
         best_score = math.inf
         if self._has_ages and num_requests != self._ranked_at and self.num_entries <= _NUM_RANKED_AT_ONCE:
@@ -226,20 +226,20 @@ class TierState:
                 self.offer(node)
 
     def is_candidate(self, node: TreeNode) -> bool:
-        """Return whether :meth:`candidate` will come to this node; O(entries)."""
+        """Return whether :meth:`candidate` can return this node; O(entries)."""
         if node.id in self._aside:
             return self.is_evictable(node)
         entries = [entry for heap in self._heaps.values() for entry in heap]
         return any(self._node_of(entry, {node.id: node}) is node for entry in entries if entry[2] == node.id)
 
     def rank_again(self, node: TreeNode) -> None:
-        """Update the rank of a candidate that has aged."""
+        """Update the rank of an aged candidate."""
         if self._is_offered[node.id] and node.id not in self._aside:
             self._is_offered[node.id] = 0
             self.offer(node)
 
     def bases(self, node: TreeNode) -> int:
-        """Return which units of ``node`` are bases, as :meth:`is_base` says of one, one bit each."""
+        """Return the mask of units of ``node`` for which :meth:`is_base` is true."""
         found, unknown = 0, node.full_mask
         for state in self._bases_for:
             mask = state.resident[node.id]
@@ -251,7 +251,7 @@ class TierState:
         return found
 
     def is_base(self, node: TreeNode, unit: int) -> bool:
-        """Return whether a slower tier has units that stand on this tier's copy of a unit."""
+        """Return whether units in a slower tier depend on this tier's copy of a unit."""
         for state in self._bases_for:
             mask = state.resident[node.id]
             if mask >> unit & 1:
@@ -286,7 +286,7 @@ class TierState:
     def _first_aside(
         self, nodes: Sequence[TreeNode | None], num_requests: int, owners: Collection[Owner] | None
     ) -> TreeNode | None:
-        """Return the lowest-ranked protected node; O(those put aside), for when there is nothing else."""
+        """Return the lowest-ranked protected node; O(set-aside nodes), as a last resort."""
         best: TreeNode | None = None
         best_score = math.inf
         for node_id in list(self._aside):
@@ -310,12 +310,12 @@ class TierState:
             self.ranks[node.id] = rank - self._copy_discount if self._is_copied[node.id] else rank
 
     def score(self, node: TreeNode, num_requests: int) -> float:
-        """Return what a node that lies here is compared by."""
+        """Return the score by which a resident node is compared."""
         rank = self.ranks[node.id]
         return rank if node.is_transient else self.policy.score(node, rank, num_requests)
 
     def _keep(self, entry: _Entry, nodes: Sequence[TreeNode | None]) -> TreeNode | None:
-        """Return the node of a valid entry; of another, note that it has to be offered again."""
+        """Return the node of a valid entry; mark another's node to be offered again."""
         node = self._node_of(entry, nodes)
         if node is None and (now := nodes[entry[2]]) is not None and entry[:2] == (self.ranks[now.id], now.updated):
             self._is_offered[now.id] = 0

@@ -1,4 +1,4 @@
-"""A prefix tree whose units lie in tiers: what is where, what is held, and what is evicted first."""
+"""A prefix tree whose units are in tiers: residency, reference counts, and eviction order."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NO_OWNER: Final = ""
 
 
 class _Victim(NamedTuple):
-    """The node whose units are evicted next, their maximum number, and whether their rank is ignored."""
+    """The node to evict from next, the maximum number of units, and whether ranks are ignored."""
 
     node: TreeNode
     num_units: int
@@ -33,21 +33,21 @@ class _Victim(NamedTuple):
 
 
 class TieredTree(PrefixTree):
-    """Units enter tiers, are held in them, and are evicted from the end of the lowest-ranked leaf.
+    """Units enter tiers, are acquired in them, and are evicted from the end of the lowest-ranked leaf.
 
-    What ranks mean, and what becomes of a node that is nowhere, belongs to the subclass.
+    The subclass defines ranks, and handles nodes without resident units.
 
-    A node stays in a tier while slower ones have units that stand on its copy there; with ``moves_down`` it may leave,
-    because the caller puts it into the next tier (:meth:`victim`, :meth:`evict_node`).
+    A node stays in a tier while units in slower tiers depend on its copy there. With ``moves_down`` it may be evicted,
+    as the caller moves it to the next tier (:meth:`victim`, :meth:`evict_node`).
 
     Attributes:
         tiers: by :class:`~ragcache_core.types.Tier`.
-        num_requests: that were counted since the start.
-        protected_keys: what waiting requests will hit, and how many of them.
-        protected: how many of those are in a node or below it, by node id; such a node is evicted last.
+        num_requests: number of counted requests since the start.
+        protected_keys: units that queued requests will hit, with the number of such requests.
+        protected: number of these units in a node or below it, by node id; such a node is evicted last.
         replicated: nodes whose copy in host memory is evicted last, by node id, with their units.
-        num_replicated_units: of all of them.
-        changes: records every node that changes; None where no reader needs it.
+        num_replicated_units: units of all replicated nodes.
+        changes: records changed nodes; ``None`` without readers.
         now_s: the current time in seconds, which the caller sets.
     """
 
@@ -73,11 +73,11 @@ class TieredTree(PrefixTree):
         super().__init__()
 
     def resident_mask(self, node: TreeNode, tier: Tier) -> int:
-        """Return which units of ``node`` lie in ``tier``, one bit each."""
+        """Return the mask of units of ``node`` in ``tier``."""
         return self.tiers[tier].resident[node.id]
 
     def tiers_of(self, doc_id: DocId, is_own: Callable[[str | None], bool] = lambda _: True) -> list[Tier]:
-        """Return the tiers that hold a part of a document, on whichever prefix, in public nodes of some owners.
+        """Return the tiers with a part of a document, over all prefixes, in public nodes of some owners.
 
         O(nodes of the document).
         """
@@ -85,7 +85,7 @@ class TieredTree(PrefixTree):
         return [tier for tier in Tier if any(self.tiers[tier].resident[node_id] for node_id in own)]
 
     def make_private(self, node: TreeNode) -> None:
-        """Show a node to no other application: see :class:`TreeNode`."""
+        """Restrict a node to one application; see :class:`TreeNode`."""
         node.is_private = True
 
     # Being used
@@ -110,12 +110,12 @@ class TieredTree(PrefixTree):
                 self._on_left(node)
 
     def acquire_units(self, node: TreeNode, units: int, tier: Tier) -> None:
-        """Keep the units of ``node`` in the mask ``units`` in ``tier``: requests or transfers use them there."""
+        """Keep the units of ``node`` in the mask ``units`` in ``tier``, as requests or transfers use them."""
         in_use = self.tiers[tier].in_use
         in_use[node.id] = in_use.get(node.id, 0) | units
 
     def release_units(self, node: TreeNode, units: int, tier: Tier) -> None:
-        """Undo :meth:`acquire_units`; does nothing with units that are not held."""
+        """Undo :meth:`acquire_units`; ignore units that are not acquired."""
         state = self.tiers[tier]
         if (before := state.in_use.get(node.id)) is None:
             return
@@ -191,20 +191,20 @@ class TieredTree(PrefixTree):
     # Entering and leaving a tier
 
     def add(self, node: TreeNode, units: int, tier: Tier) -> None:
-        """Note that the units of ``node`` in the mask ``units`` lie in ``tier`` now."""
+        """Record that the units of ``node`` in the mask ``units`` are in ``tier``."""
         self._add(node, units, self.tiers[tier])
 
     def make_older(self, node: TreeNode, stored_s: float) -> None:
-        """Note that what was just added is of an earlier moment; a later one than now, of a clock set back, is now."""
+        """Set an earlier time for units that were just added; a time in the future becomes now."""
         if node.stored_s is not None and stored_s < node.stored_s:
             node.stored_s = stored_s
 
     def older_than(self, stored_s: float) -> list[TreeNode]:
-        """Return the nodes with units that are of before a moment; O(nodes)."""
+        """Return the nodes with units from before a time; O(nodes)."""
         return [node for node in self.nodes() if node.stored_s is not None and node.stored_s < stored_s]
 
     def remove(self, node: TreeNode, units: int, tier: Tier) -> None:
-        """Note that the units of ``node`` in the mask ``units`` are gone from ``tier``: lost, not evicted."""
+        """Record that the units of ``node`` in the mask ``units`` left ``tier`` without eviction."""
         self._remove(node, units, self.tiers[tier])
         self._forget_uses((node,))
 
@@ -217,7 +217,7 @@ class TieredTree(PrefixTree):
         size_of: Callable[[Hashable], int] | None = None,
         for_owner: Owner = NO_OWNER,
     ) -> list[EvictedUnit] | None:
-        """Take ``num_units`` units out of ``tier``, the lowest-ranked leaf's last ones first (Algorithm 1, EVICT).
+        """Evict ``num_units`` units from ``tier``, the last ones of the lowest-ranked leaf first (Algorithm 1, EVICT).
 
         Atomic: where fewer can go, none goes and None is returned. ``protected`` units stay;
         ``size_of`` a key says for how many its unit counts, where that is not one. Units of
@@ -252,7 +252,7 @@ class TieredTree(PrefixTree):
         size_of: Callable[[Hashable], int] | None = None,
         for_owner: Owner = NO_OWNER,
     ) -> list[EvictedUnit]:
-        """Do :meth:`evict`, but where fewer can go that rank lower than ``below``, take those.
+        """Evict up to ``num_units`` units with a score below ``below``.
 
         Owners above their share also lose higher-ranked units, where ``for_owner`` is below its own share.
         """
@@ -261,19 +261,19 @@ class TieredTree(PrefixTree):
         return evicted
 
     def owners_of(self, keys: Iterable[Hashable]) -> list[Owner]:
-        """Return the owner of each unit; None for units without an owner and for unknown ones."""
+        """Return the owner of each unit; ``None`` without an owner, or for unknown ones."""
         return [None if place is None else place.node.owner for place in self.locate_all(keys)]
 
     def evict_from_owner(
         self, tier: Tier, owner: Owner, num_units: int, protected: Shield = NO_UNITS
     ) -> list[EvictedUnit]:
-        """Do :meth:`evict_up_to` with what is ``owner``'s alone."""
+        """Do :meth:`evict_up_to` with units of ``owner`` only."""
         evicted = self._evict(self.tiers[tier], num_units, protected, for_owner=owner, is_own_alone=True)
         self._forget_uses(unit.node for unit in evicted)
         return evicted
 
     def evict_anything(self, tier: Tier) -> EvictedUnit | None:
-        """Take one unit out of ``tier`` that is not held, even if others depend on it; a last resort, O(nodes)."""
+        """Evict one unit of ``tier`` that is not acquired, even if others depend on it; a last resort, O(nodes)."""
         state = self.tiers[tier]
         best: tuple[tuple[bool, float], TreeNode, int] | None = None
         for node in self.nodes():
@@ -293,16 +293,16 @@ class TieredTree(PrefixTree):
         return evicted
 
     def victim(self, tier: Tier) -> TreeNode | None:
-        """Return the node that ``tier`` evicts next, or None; the caller may copy it before :meth:`evict_node`."""
+        """Return the next node to evict from ``tier``; ``None`` if there is none. The caller may copy it first."""
         return self.tiers[tier].candidate(self._nodes, self.num_requests)
 
     def evict_node(self, node: TreeNode, tier: Tier) -> None:
-        """Evict the :meth:`victim` of ``tier`` as a whole."""
+        """Evict all of the :meth:`victim` of ``tier``."""
         self._evict_tail(node, len(node.keys), self.tiers[tier])
         self._forget_uses((node,))
 
     def clear_tier(self, tier: Tier) -> None:
-        """Take everything out of ``tier``: its memory was reset or lost."""
+        """Remove everything from ``tier``, whose memory was reset or lost."""
         state = self.tiers[tier]
         state.in_use.clear()
         for node in list(self.nodes()):
@@ -318,7 +318,7 @@ class TieredTree(PrefixTree):
         """Handle a node that left a tier, or is no longer pinned or protected."""
 
     def _forget_uses(self, nodes: Iterable[TreeNode]) -> None:
-        """Handle nodes whose units were evicted for good."""
+        """Handle nodes whose units left all tiers."""
 
     # Inside
 
@@ -410,7 +410,7 @@ class TieredTree(PrefixTree):
         self._on_left(node)
 
     def _offer_again(self, node: TreeNode, state: TierState) -> None:
-        """Offer a node to the tiers in which it may have become evictable by what happened in ``state``."""
+        """Make a node a candidate in the tiers in which the change in ``state`` may have made it evictable."""
         for tier in self._may_free[state]:
             if tier.resident[node.id]:  # most often it has just left: this is the hottest place of all decisions
                 tier.offer(node)
@@ -427,7 +427,7 @@ class TieredTree(PrefixTree):
         is_own_alone: bool = False,
         stored_s: dict[TreeNode, float | None] | None = None,
     ) -> list[EvictedUnit]:
-        """Evict up to ``num_units`` units; ``stored_s`` gets the age of each node from before, to undo it."""
+        """Evict up to ``num_units`` units; ``stored_s`` gets each node's former age, for undoing."""
         held = self._shield(protected, state)
         evicted: list[EvictedUnit] = []
         while num_units > 0:
@@ -481,7 +481,7 @@ class TieredTree(PrefixTree):
         return evicted
 
     def _shield(self, units: Shield, state: TierState) -> dict[int, int]:
-        """Hold units, and return what was held of their nodes before."""
+        """Acquire units, and return the former acquired masks of their nodes."""
         before: dict[int, int] = {}
         for node, mask in units.items():
             held = before[node.id] = state.in_use.get(node.id, 0)
@@ -508,7 +508,7 @@ class TieredTree(PrefixTree):
             self.tiers[Tier.HOST].unprotect(node)
 
     def _note_change(self, node: TreeNode, state: TierState) -> None:
-        """Record that units of ``node`` entered or left ``state``, or moved to another node by a cut.
+        """Record that units of ``node`` entered or left ``state``, or moved to another node.
 
         What concerns a tier concerns those above it, whose copies may be copies no longer.
         """
@@ -519,11 +519,11 @@ class TieredTree(PrefixTree):
                 tier.record_copies(node)
 
     def resident_anywhere(self, node: TreeNode) -> int:
-        """Return which units of ``node`` lie in any tier, one bit each."""
+        """Return the mask of units of ``node`` in any tier."""
         gpu, host, disk = self.tiers
         return gpu.resident[node.id] | host.resident[node.id] | disk.resident[node.id]
 
 
 def total_size(evicted: Sequence[EvictedUnit], size_of: Callable[[Hashable], int] | None) -> int:
-    """Return for how many units count; one each, where ``size_of`` is None."""
+    """Return the total size of units; one each if ``size_of`` is ``None``."""
     return len(evicted) if size_of is None else sum(size_of(unit.key) for unit in evicted)

@@ -1,1 +1,1 @@
-"""The only folder that imports vLLM. Nothing imports it but the engine's own process."""
+"""RAGCache's plugin of vLLM: the only folder that imports vLLM, imported by the engine's processes alone."""

@@ -1,4 +1,4 @@
-"""Where the parts of an engine core meet while vLLM builds them.
+"""The parts of an engine core that is being built by vLLM.
 
 vLLM makes the scheduler, the scheduler a connector, the connector an offloading spec, and the spec the tiers, each from
 a part of the configuration. What else they need of one another passes here::
@@ -42,15 +42,15 @@ logger = logger_of(__name__)
 
 @dataclass
 class BuildContext:
-    """The parts of an engine core that are built so far.
+    """The parts of an engine core that exist so far.
 
     Attributes:
-        has_room: whether a speculative request would be admitted at once, as our scheduler says.
-        chunks: which chunks are stored, with chunk reuse.
-        worker_bytes: what each worker has of a block in host memory, where stages of a pipeline need different ones.
-        loads_by_layer: whether requests may load KV from host memory layer by layer, as our spec says.
-        controller: what the scheduler's side shares, once there is one.
-        why_no_order: why there are no ``groups``.
+        has_room: returns whether a speculative request would be admitted now; set by RAGCache's scheduler.
+        chunks: the stored chunks, with chunk reuse.
+        worker_bytes: each worker's bytes of a block in host memory, if pipeline stages differ.
+        loads_by_layer: whether requests may load KV layer by layer; set by RAGCache's spec.
+        controller: the controller of the scheduler's side, once it exists.
+        why_no_order: the reason for missing ``groups``.
     """
 
     vllm_config: VllmConfig
@@ -63,7 +63,7 @@ class BuildContext:
     why_no_order: str = ""
 
     def make_controller(self, host: TierReport | None = None) -> CacheController:
-        """Make the controller, of an engine with a ``host`` tier or without one.
+        """Create the controller of an engine, with or without a ``host`` tier.
 
         Raises:
             ConfigError: of the settings that the engine was started with.
@@ -99,7 +99,7 @@ class BuildContext:
 
     @cached_property
     def settings(self) -> PluginSettings:
-        """What the engine was started with.
+        """The settings of the engine.
 
         Raises:
             ConfigError: a name or a value that this version does not know.
@@ -109,7 +109,7 @@ class BuildContext:
 
     @cached_property
     def groups(self) -> KVGroups | None:
-        """The model's groups of KV caches; None where the tree cannot follow them, and vLLM's own order stays."""
+        """The model's KV cache groups; ``None`` if the tree cannot follow them, so that vLLM's own order stays."""
         _, tokens_per_hash = resolve_kv_cache_block_sizes(self.kv_cache_config, self.vllm_config)
         try:
             return read_groups(self.kv_cache_config, self.vllm_config, tokens_per_hash)
@@ -129,7 +129,7 @@ def building(
     has_room: Callable[[], bool] | None = None,
     chunks: ChunkManager | None = None,
 ) -> Iterator[BuildContext]:
-    """Hand parts to what is built inside, and yield what has been built there at the end.
+    """Provide the context in which vLLM builds an engine core, and yield its parts.
 
     One inside another adds to it: a connector is built by its scheduler.
     """
@@ -146,7 +146,7 @@ def building(
 
 
 def current_context() -> BuildContext:
-    """Return what is being built; RAGCache's spec, host policy and disk tier work with its own connector only."""
+    """Return the context of the present build; RAGCache's spec, host policy and disk tier need its own connector."""
     context = _current.get()
     assert context is not None, "RAGCacheSpec works with RAGCacheConnector: set kv_connector to it"
     return context

@@ -1,4 +1,4 @@
-"""Every name of vLLM that is not its public API, in one place.
+"""All names of vLLM outside its public API, in one place.
 
 vLLM's internals move from release to release. A new vLLM means: change this file (and ``api_server.py``, which starts
 the server), ``SUPPORTED_VLLM`` in ``release.py``, and the facts in ``tests/vllm_facts/``, which say what each name is
@@ -65,6 +65,7 @@ from vllm.v1.core.kv_cache_utils import (
     resolve_kv_cache_block_sizes,
 )
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.request_queue import RequestQueue
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutputs
@@ -131,7 +132,7 @@ _GAUGES = (
     *("num_running_reqs", "num_waiting_reqs", "num_skipped_waiting_reqs", "num_kv_fetch_reqs_by_stage"),
     *("kv_cache_usage", "waiting_lora_adapters", "running_lora_adapters"),
 )
-"""What of a step's statistics is as it is, and not how often something happened."""
+"""Statistics of a step that are gauges rather than counts."""
 _LEAVES_WEIGHTS = (
     *("compute_weight_checksums", "init_weight_transfer_engine", "shutdown_weight_transfer_engine"),
     *("checkpoint_prepare", "checkpoint_restore", "save_sharded_state", "update_max_model_len", "profile"),
@@ -182,8 +183,10 @@ __all__ = [
     "OffloadingTransferJob",
     "OffloadingWorker",
     "OffloadingWorkerMetadata",
+    "PauseState",
     "PrepareStoreOutput",
     "ReqContext",
+    "Request",
     "RequestOffloadingContext",
     "RequestQueue",
     "RequestStatus",
@@ -231,6 +234,7 @@ __all__ = [
     "make_block_hash_with_group_id",
     "platform_worker",
     "prompt_of_keys",
+    "repeated_request",
     "require_embeddings",
     "resolve_kv_cache_block_sizes",
     "sum_over_workers",
@@ -239,7 +243,7 @@ __all__ = [
 
 @contextmanager
 def building_pools(kind: type[BlockPool]) -> Iterator[None]:
-    """Have the KV cache managers that vLLM makes inside get a block pool of this class."""
+    """Let vLLM's KV cache managers, created inside, use a block pool of this class."""
     own = kv_cache_coordinator.BlockPool
     kv_cache_coordinator.BlockPool = kind
     try:
@@ -249,13 +253,13 @@ def building_pools(kind: type[BlockPool]) -> Iterator[None]:
 
 
 def cached_content(pool: BlockPool) -> Mapping[Any, KVCacheBlock | dict[int, KVCacheBlock]]:
-    """Return which block holds what, by the hash of its content; where several do, a dictionary of them."""
+    """Return the blocks by hash of their content; a dictionary for several blocks with one hash."""
     content: Mapping[Any, KVCacheBlock | dict[int, KVCacheBlock]] = pool.cached_block_hash_to_block._cache
     return content
 
 
 def cached_copies(pool: BlockPool, block_hash: Any) -> list[KVCacheBlock]:
-    """Return the blocks that hold the same content; vLLM keeps copies that requests computed at the same time."""
+    """Return the blocks with the same content, which vLLM keeps if requests compute it at the same time."""
     entry = cached_content(pool).get(block_hash)
     if entry is None:
         return []
@@ -263,7 +267,7 @@ def cached_copies(pool: BlockPool, block_hash: Any) -> list[KVCacheBlock]:
 
 
 def kv_bytes_per_block(kv_cache_config: KVCacheConfig) -> int:
-    """Return the bytes of a block of KV over all layers, on one worker; 0 where there is no KV memory."""
+    """Return the bytes of a KV block over all layers of one worker; 0 without KV memory."""
     if not kv_cache_config.num_blocks or not kv_cache_config.kv_cache_tensors:
         return 0
     total_bytes = kv_cache_config.kv_cache_tensors[0].size  # each tensor names the whole allocation's size
@@ -271,7 +275,7 @@ def kv_bytes_per_block(kv_cache_config: KVCacheConfig) -> int:
 
 
 def attach_utilities() -> None:
-    """Let the server's process call methods of this one's scheduler, as vLLM's own utilities."""
+    """Make methods of this process's scheduler callable from the server's process, as vLLM's utilities."""
 
     def ragcache_confirm(core: EngineCore, speculation_id: str, tenant: str | None) -> dict[str, object] | None:
         report: dict[str, object] | None = core.scheduler.confirm(speculation_id, tenant)
@@ -329,7 +333,7 @@ def attach_utilities() -> None:
 
 
 def _watch_weight_loads() -> None:
-    """Have the engine core's resets tell the scheduler that the weights stay, and changes of weights that they do not.
+    """Report resets of the engine core to the scheduler: whether the weights stay or may change.
 
     vLLM resets everything when it pauses or sleeps, because its weights may be replaced then. It does not tell the
     scheduler whether they are.
@@ -375,7 +379,7 @@ def _is_ours(core: EngineCore) -> bool:
 
 
 def may_change_weights(method: object, *, is_paused: bool) -> bool:
-    """Return whether a call of the workers may change their weights.
+    """Return whether a call of the workers may change the weights.
 
     While the engine is paused, the usual state for a change, every call may that is not known to keep them. Otherwise
     only calls with a name that says so, because the caches are reset explicitly then.
@@ -385,7 +389,7 @@ def may_change_weights(method: object, *, is_paused: bool) -> bool:
 
 
 async def _call_engines(engine_client: Any, utility: str, *arguments: object) -> list[Any]:
-    """Call a utility of :func:`attach_utilities` between two steps; return each data-parallel engine's answer.
+    """Call a utility of :func:`attach_utilities` between two steps; return each data-parallel engine's result.
 
     Raises:
         EngineDeadError: an engine died.
@@ -406,28 +410,28 @@ async def call_report(engine_client: Any) -> list[dict[str, Any]]:
 
 
 async def call_cached_paths(engine_client: Any, cursor: str, tenant: str | None) -> list[dict[str, Any]]:
-    """Return what each engine has cached by ``PrefixPublisher.changes``."""
+    """Return the cached prefixes of each engine, from ``PrefixPublisher.changes``."""
     return await _call_engines(engine_client, _PATHS, cursor, tenant)
 
 
 async def call_prefetch(engine_client: Any, token_ids: list[int], salt: str | None) -> list[dict[str, Any]]:
-    """Have what is on disk of a prompt read."""
+    """Read a prompt's blocks from disk."""
     return await _call_engines(engine_client, _PREFETCH, token_ids, salt)
 
 
 async def call_recent_requests(engine_client: Any, limit: int) -> list[dict[str, Any]]:
-    """Return what becomes of each engine's latest requests."""
+    """Return the latest requests of each engine."""
     return await _call_engines(engine_client, _REQUESTS, limit)
 
 
 def front_end_of(vllm_config: Any) -> tuple[int, int]:
-    """Return which of how many API servers this process is; an engine's own process is none of them."""
+    """Return the number of this API server, and of all; an engine's own process is none of them."""
     parallel = vllm_config.parallel_config
     return getattr(parallel, "_api_process_rank", 0), getattr(parallel, "_api_process_count", 1)
 
 
 def broadcast_to_api_servers(outputs: dict[int, EngineCoreOutputs], num_front_ends: int) -> None:
-    """Send what our connector says with a step, which vLLM sends to one of the API servers, to the others too.
+    """Send the connector's statistics of a step, which vLLM sends to one API server, to the others too.
 
     They have the gauges of that step with it, and nothing that would be counted twice.
     """
@@ -448,17 +452,17 @@ def broadcast_to_api_servers(outputs: dict[int, EngineCoreOutputs], num_front_en
 
 
 async def call_forget(engine_client: Any, doc_ids: list[str]) -> list[dict[str, Any]]:
-    """Have every data-parallel engine forget documents, and return their receipts."""
+    """Delete documents from every data-parallel engine, and return their receipts."""
     return await _call_engines(engine_client, _FORGET, doc_ids)
 
 
 async def call_left(engine_client: Any) -> list[dict[str, Any]]:
-    """Return what every data-parallel engine still has of what was forgotten."""
+    """Return the rest of all deletions in every data-parallel engine."""
     return await _call_engines(engine_client, _LEFT)
 
 
 async def call_cache(engine_client: Any, action: str, body: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return what every data-parallel engine answers to an action upon its cache; see the scheduler's.
+    """Return every data-parallel engine's result of a cache operation; see the scheduler's.
 
     Each call runs a slice, and the engines' steps run between two of them.
     """
@@ -471,21 +475,37 @@ async def call_cache(engine_client: Any, action: str, body: dict[str, Any]) -> l
 
 
 async def call_registrations(engine_client: Any, action: str, body: dict[str, Any]) -> dict[str, Any]:
-    """Return what the log of registrations answers; every data-parallel engine keeps it, and the first one answers."""
+    """Return the result of the log of registrations, of the first data-parallel engine; all keep it."""
     answers: list[dict[str, Any]] = await _call_engines(engine_client, _REGISTRATIONS, action, body)
     return answers[0]
 
 
 def prompt_of_keys(keys: Sequence[bytes], tokens_per_block: int) -> Request:
-    """Return a prompt that has only the hashes of its blocks, and one token after them."""
+    """Return a prompt that consists of block hashes, and one token after them."""
     num_tokens = len(keys) * tokens_per_block + 1
     prompt = Request(f"prefetch-{uuid4().hex}", [0] * num_tokens, SamplingParams(max_tokens=1), None)
     prompt.block_hashes = list(keys)
     return prompt
 
 
+def repeated_request(request: Request, params: dict[str, Any]) -> Request:
+    """Return a request for as many tokens as one that has ended has, with ``params`` for its connector."""
+    assert request.sampling_params is not None
+    sampling = request.sampling_params.clone()
+    sampling.max_tokens, sampling.logprobs = request.num_output_tokens, None
+    sampling.extra_args = {"kv_transfer_params": params}
+    return Request(
+        f"audit-{uuid4().hex}",
+        list(request.prompt_token_ids or ()),
+        sampling,
+        None,
+        cache_salt=request.cache_salt,
+        block_hasher=request._block_hasher,
+    )
+
+
 def hash_seed(algorithm: str) -> str | None:
-    """Return what the chain of block hashes begins with, for other processes to find the same keys.
+    """Return the seed of the chain of block hashes, for other processes to compute the same keys.
 
     None where they cannot: vLLM draws it at random for algorithms whose collisions could be made on purpose.
     """
@@ -499,7 +519,7 @@ def hash_seed(algorithm: str) -> str | None:
 def in_forward(
     vllm_config: Any, metadata: Mapping[str, Any], slot_mapping: Mapping[str, Any], num_tokens: int
 ) -> Iterator[None]:
-    """Let the model run inside on ``num_tokens`` of our own, uncompiled, whatever step is going on around."""
+    """Let the model run on ``num_tokens`` of RAGCache's, uncompiled, during any step."""
     with set_forward_context(
         dict(metadata), vllm_config, num_tokens=num_tokens, slot_mapping=dict(slot_mapping), skip_compiled=True
     ):
@@ -507,13 +527,13 @@ def in_forward(
 
 
 def sum_over_workers(values: torch.Tensor) -> torch.Tensor:
-    """Return the sum of ``values`` over the workers of a tensor-parallel model, the same on each of them."""
+    """Return the sum of ``values`` over the workers of a tensor-parallel model, equal on each."""
     summed: torch.Tensor = tensor_model_parallel_all_reduce(values)
     return summed
 
 
 def bytes_of_stages(num_bytes: int) -> list[int]:
-    """Return the ``num_bytes`` of each stage of a model's pipeline, the same on all of its workers, which wait here."""
+    """Return ``num_bytes`` of each pipeline stage, equal on all workers, which synchronise here."""
     stages = get_pp_group()
     found = [0] * stages.world_size
     all_gather_object(found, num_bytes, group=stages.cpu_group)
@@ -547,7 +567,7 @@ def kv_hints_of(request_id: str, actions: Actions) -> KvHintsEnvelope:
 
 
 def require_embeddings(engine_client: Any, *, is_enabled: bool) -> None:
-    """Let a server take embeddings of images or sounds only if ``is_enabled``, and then no omitted ones.
+    """Accept image or audio embeddings only if ``is_enabled``, and never omitted ones.
 
     vLLM assumes of every engine that loads KV that another engine has computed its prompts. Then a message may omit
     embeddings. Here such a prompt would be computed without them, which crashes the engine.
@@ -565,7 +585,7 @@ def require_embeddings(engine_client: Any, *, is_enabled: bool) -> None:
 
 
 def chat_template_of(serving: Any) -> tuple[str | None, bool] | None:
-    """Return the chat template with which vLLM's ``ServingTokenization`` renders text, and whether texts are wrapped.
+    """Return the chat template with which vLLM renders text, and whether texts are wrapped.
 
     ``None`` where the model's chats are laid out in Python, those of gpt-oss as well.
     """

@@ -1,4 +1,4 @@
-"""Calls to an engine core that may die before it answers.
+"""Calls to an engine core that may crash before it answers.
 
 vLLM completes the future of a utility call when the answer arrives, and never fails it when the engine core dies. A
 route that awaits one would keep uvicorn, and the server process, alive for ever.
@@ -15,7 +15,7 @@ _Answer = TypeVar("_Answer")
 
 
 async def wait_for_exit(engine_client: Any, call: Awaitable[_Answer]) -> _Answer:
-    """Return what ``call`` returns, or fail when the engine core dies.
+    """Return the result of ``call``; raise when the engine core crashes.
 
     Raises:
         EngineDeadError: the engine core died first; vLLM's server answers with the status of a failed generation.

@@ -1,4 +1,4 @@
-"""What RAGCache relies on inside vLLM, as far as an engine can check it when it starts, in milliseconds.
+"""Facts about vLLM that RAGCache relies on, checked at an engine's start in milliseconds.
 
 The tests in ``tests/vllm_facts/`` pin more, and say what each is for.
 """
@@ -39,7 +39,7 @@ HOOKS: tuple[tuple[type, type], ...] = (
     (TreeBlockPool, compat.BlockPool),
     (RAGCachePromMetrics, compat.KVConnectorPromMetrics),
 )
-"""What stands in for what."""
+"""RAGCache's functions, and the functions of vLLM that they replace."""
 
 PRIVATE: dict[Any, tuple[str, ...]] = {
     BlockHashToBlockMap: ("_cache",),
@@ -48,13 +48,14 @@ PRIVATE: dict[Any, tuple[str, ...]] = {
     compat.Scheduler: (
         *("_inflight_prefills", "_preempt_request", "_free_request_blocks", "_handle_blocked_waiting_request"),
     ),
+    compat.Request: ("_block_hasher",),
     kv_cache_utils: ("_NON_CRYPTO_HASH_FUNCTIONS",),
 }
 """vLLM's names with an underscore, and whose they are; chunk reuse has two more, of attention layers."""
 
 
 def missing_facts() -> list[str]:
-    """Return what is not there, or is called otherwise than ours answers."""
+    """Return the missing or different parts of vLLM."""
     return [*_hooks_that_changed(), *_private_names_that_are_gone(), *_pools_that_are_fixed()]
 
 
@@ -77,7 +78,7 @@ def _overridden(ours: type, theirs: type) -> Iterator[str]:
 
 
 def _accepts(ours: Callable[..., Any], theirs: Callable[..., Any]) -> bool:
-    """Return whether ``ours`` can be called as ``theirs`` can, with what is optional and without."""
+    """Return whether ``ours`` accepts the calls of ``theirs``, with and without optional arguments."""
     parameters = list(inspect.signature(theirs).parameters.values())
     placed = [each for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
     named = {each.name: each for each in parameters if each.kind is each.KEYWORD_ONLY}

@@ -1,4 +1,4 @@
-"""Reads from vLLM's configuration which KV cache groups a model has, and refuses those that the tree cannot follow."""
+"""Read the model's KV cache groups from vLLM's configuration, and reject those that the tree does not support."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What KV on disk depends on: a chunk that was computed by anything else must never be read."""
+"""The cache namespace: everything that KV on disk depends on, so that no other KV is read."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
 
 MATCH_KEYS = ("model_config", "parallel", "holds")
-"""What older identities of an engine have in common with its own: other weights of the model, another vLLM."""
+"""Fields that older namespaces of an engine share with its own; weights and vLLM may differ."""
 _NUM_SAMPLES = 2048
 _SAMPLES_OF_A_FILE = 512
 _SAMPLE_BYTES = 4096
@@ -42,7 +42,7 @@ _OF_IMAGES = (
 
 
 def kv_identity(config: OffloadingConfig) -> dict[str, str | int]:
-    """Return everything that a chunk's bytes depend on besides its key, for the engine that is being built.
+    """Return everything that a block's bytes depend on besides its key, for the engine that is being built.
 
     The weights are identified by their files: names, sizes, headers, and samples of their content. Their times and
     paths do not count: a machine that downloads them again has the same identity.
@@ -54,7 +54,7 @@ def kv_identity(config: OffloadingConfig) -> dict[str, str | int]:
 
 
 def shared_identity(config: OffloadingConfig) -> dict[str, str | int]:
-    """Return :func:`kv_identity` without which of several data-parallel engines it is: all have the same KV.
+    """Return :func:`kv_identity` without the data-parallel rank, as all ranks have the same KV.
 
     Raises:
         ConfigError: as there.
@@ -89,12 +89,12 @@ def _kv_identity(config: OffloadingConfig, engine: str) -> dict[str, str | int]:
 
 
 def chunk_identity(vllm_config: VllmConfig) -> dict[str, str | int]:
-    """Return everything that the KV of a chunk, which is stored without its position, depends on besides its tokens.
+    """Return everything that a chunk's KV (without its position) depends on besides its tokens.
 
-    The parts of all workers lie together. The rank is what the store of a single worker has always named.
+    The parts of all workers are stored together, under the rank that a single worker's store has.
 
     Raises:
-        ConfigError: the weights' files are not on this machine, so nothing tells them from others.
+        ConfigError: the weights' files are not on this machine, so their identity is unknown.
     """
     parallel = vllm_config.parallel_config
     return {
@@ -107,7 +107,7 @@ def chunk_identity(vllm_config: VllmConfig) -> dict[str, str | int]:
 
 
 def _model_identity(vllm_config: VllmConfig) -> dict[str, str | int]:
-    """Return what any KV depends on.
+    """Return the part of the identity for any KV.
 
     Some models compute otherwise for longer contexts, whatever the prompt: LongRoPE turns keys by other factors, and
     Llama 4 tunes its attention. A length that vLLM fits to the memory (-1) differs from start to start, and is known
@@ -132,13 +132,13 @@ def _model_identity(vllm_config: VllmConfig) -> dict[str, str | int]:
 
 
 def _images(model: ModelConfig) -> str:
-    """Return how images and sounds are read where the engine, and not the request, says it: keys do not hold that."""
+    """Return the engine's settings for images and audio, which are not in block keys."""
     images = model.multimodal_config
     return "" if images is None else _json({name: getattr(images, name) for name in _OF_IMAGES})
 
 
 def _platform() -> str:
-    """Return the device; of a processor what it can, because vLLM packs KV for the instructions that are there."""
+    """Return the device; for a CPU its instruction set, by which vLLM packs KV."""
     device = f"{current_platform.device_type} {current_platform.get_device_name()}"
     if not current_platform.is_cpu():
         return device
@@ -149,12 +149,12 @@ def _platform() -> str:
 
 
 def _split(vllm_config: VllmConfig) -> str:
-    """Return how layers and tokens are divided among workers, where that can be chosen."""
+    """Return how layers and tokens are divided among workers, if that is configurable."""
     return f"{vllm_config.parallel_config.cp_kv_cache_interleave_size} {os.environ.get('VLLM_PP_LAYER_PARTITION', '')}"
 
 
 def _code_digest(folder: Path) -> str:
-    """Return a digest of what a model brings besides weights that changes its KV: code, and how it reads images."""
+    """Return a digest of a model's files other than weights that change its KV: code, and image processing."""
     digest = hashlib.sha256()
     for path in _files(folder, _CODE):
         digest.update(f"{path.name}\0".encode() + path.read_bytes())
@@ -162,7 +162,7 @@ def _code_digest(folder: Path) -> str:
 
 
 def _groups(vllm_config: VllmConfig, config: OffloadingConfig) -> str:
-    """Return which layers share blocks, how many tokens a block holds, and what states consist of."""
+    """Return the layers that share blocks, the tokens of a block, and the shape of states."""
     cache = vllm_config.cache_config
     groups = [(group.group_id, group.tokens_per_block, group.layer_names) for group in config.groups]
     states = f"{cache.mamba_cache_dtype} {cache.mamba_ssm_cache_dtype} {cache.mamba_cache_mode}"
@@ -170,7 +170,7 @@ def _groups(vllm_config: VllmConfig, config: OffloadingConfig) -> str:
 
 
 def _draft(vllm_config: VllmConfig) -> str:
-    """Return the method and weights of speculative decoding: a draft's layers may lie in the same blocks."""
+    """Return method and weights of speculative decoding, as a draft's layers may share blocks."""
     if (speculation := vllm_config.speculative_config) is None:
         return ""
     draft, folder = speculation.draft_model_config, vllm_config.load_config.download_dir
@@ -178,7 +178,7 @@ def _draft(vllm_config: VllmConfig) -> str:
 
 
 def _kv_dtype(vllm_config: VllmConfig, dtype: str) -> str:
-    """Return a dtype, and the layers whose KV is not of it."""
+    """Return the KV dtype, and the layers with another one."""
     return " ".join([dtype, *sorted(vllm_config.cache_config.kv_cache_dtype_skip_layers)])
 
 
@@ -225,7 +225,7 @@ def _weights_digest(folder: Path) -> str:
 
 
 def _read_header(file: BinaryIO, size: int) -> tuple[bytes, list[int]]:
-    """Return the header of a file of safetensors, and where the middle of each tensor is."""
+    """Return the header of a safetensors file, and the middle of each tensor."""
     num_bytes = int.from_bytes(file.read(8), "little")
     header = file.read(num_bytes) if num_bytes <= min(size, _MAX_HEADER_BYTES) else b""
     first = 8 + num_bytes

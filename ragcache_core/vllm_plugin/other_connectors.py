@@ -1,4 +1,4 @@
-"""Our connector beside others, as a named child of vLLM's MultiConnector with settings of its own.
+"""RAGCache's connector with others, as a named child of vLLM's MultiConnector with its own settings.
 
 vLLM loads a prompt's KV from the first connector that has tokens of it, and has all of them store. Ours stores the KV
 in the engine's blocks, computed or loaded by any connector.
@@ -18,7 +18,7 @@ logger = logger_of(__name__)
 
 
 def register() -> None:
-    """Join vLLM's log, and register our connectors' names, by which vLLM's MultiConnector separates statistics.
+    """Join vLLM's log, and register RAGCache's connector names, by which MultiConnector separates statistics.
 
     A general plugin of vLLM: it runs in every process of vLLM, whatever that serves, and so never fails.
     """
@@ -36,19 +36,19 @@ def register() -> None:
 
 
 def children(transfer: Any) -> list[Mapping[str, Any]]:
-    """Return the settings of each connector in a MultiConnector; none where there is another."""
+    """Return the settings of each connector in a MultiConnector; empty for another connector."""
     if getattr(transfer, "kv_connector", None) != MULTI_CONNECTOR:
         return []
     return [each for each in transfer.kv_connector_extra_config.get("connectors") or () if isinstance(each, Mapping)]
 
 
 def is_own(child: Mapping[str, Any]) -> bool:
-    """Return whether a connector in a MultiConnector is ours."""
+    """Return whether a connector in a MultiConnector is RAGCache's."""
     return child.get("kv_connector") in OWN_CONNECTORS and child.get("kv_connector_module_path") in (None, MODULE)
 
 
 def extra_config(transfer: Any) -> Mapping[str, Any]:
-    """Return our connector's ``kv_connector_extra_config``, wherever ours stands in vLLM's ``kv_transfer_config``."""
+    """Return RAGCache's ``kv_connector_extra_config`` in vLLM's ``kv_transfer_config``, nested or not."""
     own = next(filter(is_own, children(transfer)), None)
     if own is not None:
         return own.get("kv_connector_extra_config") or {}
@@ -56,18 +56,18 @@ def extra_config(transfer: Any) -> Mapping[str, Any]:
 
 
 def ragcache_connector(connector: Any) -> Any:
-    """Return ours of what vLLM's scheduler has: itself, or a child of a MultiConnector."""
+    """Return RAGCache's connector in vLLM's scheduler, itself or in a MultiConnector."""
     among = getattr(connector, "sub_connectors", ())
     return next((each for each in among if hasattr(each, "keeping_weights")), connector)
 
 
 def own_stats(stats: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return what ours says of a step's ``kv_connector_stats``, which a MultiConnector has by connector."""
+    """Return RAGCache's part of a step's ``kv_connector_stats``."""
     return next((stats[name] for name in OWN_CONNECTORS if name in stats), stats)
 
 
 def check_other_connectors(vllm_config: Any, *, reuses_chunks: bool, max_age: float | None) -> None:
-    """Refuse other connectors beside which answers, or what is said of the cache, would not hold.
+    """Reject other connectors with which answers or cache reports would be wrong.
 
     Raises:
         ConfigError: with what to change.

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def check_engine(vllm_config: VllmConfig) -> None:
-    """Refuse an engine that our scheduler cannot work in.
+    """Reject an engine that RAGCache's scheduler does not support.
 
     Raises:
         ConfigError

@@ -1,4 +1,4 @@
-"""The engine core's part of recognition: it keeps the log of registrations for all API servers."""
+"""The engine core's part of recognition: the log of registrations for all API servers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ragcache_core.recognition import RegistrationLog
 
 
 class PersistentRegistrations:
-    """Answers the API servers' calls; see :meth:`act`. For the engine core's thread."""
+    """Serves the API servers' calls; see :meth:`act`. Used by the engine core's thread."""
 
     def __init__(self) -> None:
         self._log = RegistrationLog()
@@ -18,7 +18,7 @@ class PersistentRegistrations:
         self._unstored: set[int] = set()
 
     def act(self, action: str, body: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the answer to a call, of JSON's types and bytes.
+        """Return the result of a call, as JSON values and bytes.
 
         ::
 

@@ -1,4 +1,4 @@
-"""Whether the vLLM here is one that RAGCache knows. With any other its connector works alone, and says so once.
+"""Check the vLLM version. With an unknown one only the connector works, after one log line.
 
 Alone means: vLLM's own scheduler and worker, no tier below the GPU, no chunk reuse and no speculation. Documents are
 read and statistics are told, and answers are vLLM's.
@@ -25,7 +25,7 @@ _missing: list[str] = []
 
 @cache
 def unsupported_reason() -> str | None:
-    """Return what differs from the vLLM that RAGCache knows, with a hint; None where all of it works."""
+    """Return the difference from the supported vLLM, with a hint; ``None`` if it is supported."""
     from vllm import __version__ as version
 
     is_known = ".".join(version.split(".")[:2]) in SUPPORTED_VLLM
@@ -40,7 +40,7 @@ def unsupported_reason() -> str | None:
 
 
 def settings_in_force(extra_config: Mapping[str, Any]) -> PluginSettings:
-    """Return the settings in a connector's ``kv_connector_extra_config``, without what needs more than a connector.
+    """Return the settings in a connector's ``kv_connector_extra_config`` that need only a connector.
 
     Raises:
         ConfigError: a name or a value that this version does not know.
@@ -57,9 +57,9 @@ def settings_in_force(extra_config: Mapping[str, Any]) -> PluginSettings:
 
 
 def put_stand_ins(source: str) -> None:
-    """Put a stand-in for each name that the file ``source`` imports from vLLM and that is not there.
+    """Define a placeholder for each name that the file ``source`` imports from vLLM and that is missing.
 
-    So it can be imported with any vLLM. Nothing of it is used then but what there is: see :func:`unsupported_reason`.
+    So it can be imported with any vLLM. Only its existing names are used then: see :func:`unsupported_reason`.
     """
     for statement in ast.parse(Path(source).read_text(encoding="utf-8")).body:
         if isinstance(statement, ast.ImportFrom) and (statement.module or "").split(".")[0] == "vllm":

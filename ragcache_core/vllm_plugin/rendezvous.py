@@ -1,4 +1,4 @@
-"""Where an engine's workers first meet: in the engine's own folder, which ends with it, and not in /tmp."""
+"""The meeting point of an engine's workers: in the engine's folder, which is deleted with it, not in /tmp."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _FILE = "file://"
 
 
 class PrivateRendezvous:
-    """A mixin for a platform's worker: moves vLLM's file from the temporary folder to the engine's folder.
+    """Mixin of a platform's worker: moves vLLM's file from the temporary folder to the engine's folder.
 
     All workers of an engine get the same file, and move it in the same way. Without a GPU, several workers also name
     their shared memory after it, and leave that behind when they are killed.
@@ -24,7 +24,7 @@ class PrivateRendezvous:
 
 
 def in_private_folder(init_method: str) -> str:
-    """Return where to meet instead of at ``init_method``; the same where that is no file, or no folder is known."""
+    """Return the meeting point in the engine's folder; ``init_method`` if that is no file, or no folder is known."""
     folder = os.environ.get(SOCKETS_ENV)
     if folder is None or not init_method.startswith(_FILE):
         return init_method

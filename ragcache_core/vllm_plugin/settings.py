@@ -1,4 +1,4 @@
-"""The plugin's settings, from the engine's launcher: ``ragcache`` in the connector's configuration."""
+"""The plugin's settings from the launch: ``ragcache`` in the connector's configuration."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ logger = logger_of(__name__)
 
 
 class PluginSettings(CacheConfig):
-    """A launch's :class:`~ragcache_core.config.CacheConfig`, and what was measured of its model.
+    """A launch's :class:`~ragcache_core.config.CacheConfig`, and the measurements of its model.
 
     Raises:
         ConfigError: a setting has a value that cannot work, or none of the ``points`` reaches the quality of answers
@@ -35,8 +35,8 @@ class PluginSettings(CacheConfig):
     """Which quality of answers chunk reuse has by which alpha, with the selection of ``chunk_reuse``."""
 
     keeps_frequency: bool = True
-    """Whether the uses of a document count on after its eviction. RAGCache's text leaves it open; the simulator can do
-    either, and is held against an engine that does what it does."""
+    """Whether a document's accesses are counted after its eviction. RAGCache's paper leaves it open; the simulator
+    supports both."""
 
     ghost_size: int = 100_000
     """Evicted documents whose uses are remembered; with few, a returning document counts as new. Each takes 0.7 KiB,
@@ -50,7 +50,7 @@ class PluginSettings(CacheConfig):
 
     @classmethod
     def from_extra_config(cls, extra_config: Mapping[str, Any]) -> Self:
-        """Return the settings in a connector's ``kv_connector_extra_config``; what is missing has its default.
+        """Return the settings in a connector's ``kv_connector_extra_config``, with defaults for missing ones.
 
         Raises:
             ConfigError: a name or a value that this version does not know.
@@ -62,7 +62,7 @@ class PluginSettings(CacheConfig):
             raise ConfigError(f"kv_connector_extra_config['{KEY}'] is {raw!r:.200}: {error}") from error
 
     def alpha_for(self, options: ChunkReuseRequest) -> float | None:
-        """Return Eq. 12's alpha for a request; None where it wants a quality that nothing measured here reaches.
+        """Return Eq. 12's alpha for a request; ``None`` if no measured alpha reaches its quality.
 
         What was measured holds for one selection alone, and for as many recomputed tokens as the engine allows.
         """
@@ -86,7 +86,7 @@ class PluginSettings(CacheConfig):
             return None
 
     def measured_prefill_cost(self) -> PrefillCostModel | None:
-        """Return the measured profile; None where there is none, or a damaged one, which is logged."""
+        """Return the measured profile; ``None`` without one, or for a damaged one, which is logged."""
         if self.profile is None:
             return None
         try:
@@ -96,5 +96,5 @@ class PluginSettings(CacheConfig):
             return None
 
     def prefill_cost(self) -> PrefillCostModel:
-        """Return the measured profile, or the default where there is none."""
+        """Return the measured profile, or the default."""
         return self.measured_prefill_cost() or PrefillCostModel.default()

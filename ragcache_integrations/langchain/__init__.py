@@ -1,4 +1,4 @@
-"""RAGCache at LangChain's door: a chat model, a vector store, a retriever, a chain that overlaps them, and callbacks.
+"""LangChain integration: chat model, vector store, retriever, overlapped chain, and callbacks.
 
 ::
 

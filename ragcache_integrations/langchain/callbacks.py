@@ -41,7 +41,7 @@ after all), otherwise with ``confirm`` (``None``: the engine has not told yet wh
 
 
 def dispatcher(query: str, config: RunnableConfig, metric: Metric | None = None) -> Callable[[PipelineEvent], None]:
-    """Return what dispatches the events of a search for ``query``, by ``metric`` where the store tells it.
+    """Return a function that dispatches the events of a search for ``query``, with ``metric`` if known.
 
     ``config`` is that of the children of its run.
     """
@@ -67,11 +67,11 @@ def _named(query: str, event: PipelineEvent, metric: Metric | None) -> tuple[str
 
 class CacheStatsCallbackHandler(BaseCallbackHandler):
     """Collects the :class:`~ragcache_core.stats.RequestStats` of every ``ChatRAGCache`` call that it sees, and sums up
-    how much searching was hidden.
+    the search time that overlapped.
 
     Pass it as a callback to a chain, an agent or a model: ``chain.invoke(question, {"callbacks": [handler]})``. It may
     be shared by threads and by event loops. The statistics of the last ``num_runs_kept`` runs are kept, sums of all.
-    ``print(handler)`` says in one line what :meth:`summary` does.
+    ``print(handler)`` prints :meth:`summary` in one line.
     """
 
     def __init__(self, num_runs_kept: int = 10_000) -> None:
@@ -81,23 +81,23 @@ class CacheStatsCallbackHandler(BaseCallbackHandler):
         self._tally = CacheTally()
 
     def reset(self) -> None:
-        """Forget everything."""
+        """Set all sums to zero."""
         with self._lock:
             self._runs.clear()
             self._tally.reset()
 
     @property
     def runs(self) -> list[tuple[UUID, RequestStats]]:
-        """The model runs with their statistics, in the order in which they ended."""
+        """The model runs with their statistics, in order of their ends."""
         with self._lock:
             return list(self._runs)
 
     def summary(self) -> CacheSummary:
-        """Return the sums up to now."""
+        """Return the present sums."""
         return self._tally.summary()
 
     def on_llm_end(self, response: LLMResult, *, run_id: UUID, **kwargs: Any) -> None:
-        """Take the statistics out of a finished model run."""
+        """Read the statistics of a finished model run."""
         first = [g for generations in response.generations for g in generations[:1]]
         stats, num_kept = [s for g in first if (s := _stats_of(g))], sum(map(_is_kept, first))
         for _ in range(num_kept):
@@ -114,7 +114,7 @@ class CacheStatsCallbackHandler(BaseCallbackHandler):
         self._tally.add_unfinished()
 
     def on_custom_event(self, name: str, data: Any, *, run_id: UUID, **kwargs: Any) -> None:
-        """Count what the engine was asked ahead of a search's end."""
+        """Count events of speculative requests."""
         if name == SPECULATION_EVENT:
             self._tally.add_speculation(data["event"], data["overlapped_search_s"])
 
@@ -126,18 +126,18 @@ class CacheStatsCallbackHandler(BaseCallbackHandler):
 
 
 class TraceCallbackHandler(BaseCallbackHandler):
-    """Records every ``ChatRAGCache`` call that it sees in a file that ``ragcache simulate`` runs again.
+    """Records every ``ChatRAGCache`` call in a trace file for ``ragcache simulate``.
 
     ::
 
         with TraceCallbackHandler("mine.jsonl") as recording:
             chain.invoke(question, {"callbacks": [recording]})
 
-    A line says when a request was made, the ids and lengths of its documents, and how long question and answer were; it
-    holds no text. The question is all of the prompt that is no document. Calls that fail are left out.
+    Each line has the time of a request, the ids and lengths of its documents, and the lengths of question and answer,
+    but no text. The question is the prompt without its documents. Failed calls are not recorded.
 
     Raises:
-        TraceError: the file cannot be made, or holds something already.
+        TraceError: the file cannot be created, or is not empty.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -145,7 +145,7 @@ class TraceCallbackHandler(BaseCallbackHandler):
         self._recorder = TraceRecorder(path)
 
     def on_chat_model_start(self, serialized: Any, messages: Any, *, run_id: UUID, **kwargs: Any) -> None:
-        """Note the time of a model run."""
+        """Record the start time of a model run."""
         self._recorder.begin(run_id)
 
     def on_llm_end(self, response: LLMResult, *, run_id: UUID, **kwargs: Any) -> None:
@@ -156,11 +156,11 @@ class TraceCallbackHandler(BaseCallbackHandler):
         self._recorder.drop(run_id)
 
     def on_llm_error(self, error: BaseException, *, run_id: UUID, **kwargs: Any) -> None:
-        """Leave out a model run that failed, or whose stream was closed early."""
+        """Skip a model run that failed, or whose stream was closed early."""
         self._recorder.drop(run_id)
 
     def close(self) -> None:
-        """Close the file; the end of the process does so, too."""
+        """Close the file; also done at the end of the process."""
         self._recorder.close()
 
     def __enter__(self) -> TraceCallbackHandler:
@@ -176,7 +176,7 @@ def _stats_of(generation: object) -> RequestStats | None:
 
 
 def _is_kept(generation: object) -> bool:
-    """Return whether a cache of answers gave it."""
+    """Return whether an answer came from an answer cache."""
     return ANSWER_KEY in _answer_data(generation)
 
 

@@ -1,4 +1,4 @@
-"""The chat model: langchain-openai's client, plus what RAGCache knows of a prompt and measures of an answer."""
+"""The chat model: langchain-openai's client with the documents of prompts and the statistics of answers."""
 
 from __future__ import annotations
 
@@ -86,17 +86,17 @@ class ChatRAGCache(HoldsHandles, BaseChatOpenAI):
     Hints on the KV that a call leaves are arguments of the call: ``llm.bind(retain_s=30)`` for a tool that takes half a
     minute, ``priority``, ``ttl_s``, ``demote``, ``prefetch``; see :class:`~ragcache_core.hints.CacheHints`.
 
-    ``usage_metadata["input_token_details"]["cache_read"]`` holds the cached tokens, ``response_metadata["ragcache"]``
-    the rest (in a stream: of the last chunk): which tier they came from, bytes moved, documents, times.
+    ``usage_metadata["input_token_details"]["cache_read"]`` is the number of cached tokens. The other statistics are in
+    ``response_metadata["ragcache"]`` (in a stream: of the last chunk): tokens by tier, bytes, documents, times.
 
-    ``profile`` says that the model calls tools and answers with structured output. With an engine, and with
-    ``base_url`` after :meth:`connect`, it holds the context window too.
+    ``profile`` reports support of tools and structured output. With an engine, and with ``base_url`` after
+    :meth:`connect`, it also has the context window.
 
     Copies share the engine, or the connection: ``model_copy``, ``bind``, ``with_config``, ``configurable_fields``.
 
     With ``base_url``, a request whose server goes away before its first token waits for it and is sent again. A
-    stream that had begun continues where it was cut, and ``response_metadata["ragcache"]`` says how often
-    (``num_resumes``), and whether it continued with another random state (``is_resampled``).
+    stream that had begun continues where it was cut. ``response_metadata["ragcache"]`` has the number of
+    continuations (``num_resumes``), and whether the random state changed (``is_resampled``).
     ``restart_timeout_s``, ``hang_timeout_s`` and ``first_token_timeout_s`` are those of :meth:`Engine.connect
     <ragcache_core.client.Engine.connect>`. With ``with_fallbacks``, set ``restart_timeout_s=0``.
 
@@ -127,7 +127,7 @@ class ChatRAGCache(HoldsHandles, BaseChatOpenAI):
     """The engine's own client repeats a request that was lost before its first token."""
     use_responses_api: bool | None = False
     connections: Connections = Field(default_factory=Connections, exclude=True, repr=False)
-    """With ``base_url``: what this model and its copies opened."""
+    """With ``base_url``: the connections of this model and its copies."""
     _connecting: threading.Lock = PrivateAttr(default_factory=threading.Lock)
     _connected: EngineClient | None = PrivateAttr(default=None)
     _hint: DocumentHint = PrivateAttr(default_factory=lambda: DocumentHint(CURE))
@@ -185,7 +185,7 @@ class ChatRAGCache(HoldsHandles, BaseChatOpenAI):
         return LangSmithParams(**{**super()._get_ls_params(stop, **kwargs), "ls_provider": "ragcache"})
 
     def _get_invocation_params(self, stop: list[str] | None = None, **kwargs: Any) -> dict[str, Any]:
-        """Return what an answer depends on; LangChain's caches of answers tell requests apart by it."""
+        """Return the settings that an answer depends on, by which LangChain's answer caches distinguish requests."""
         own = {"chunk_reuse": self.chunk_reuse, "ttft_slo": self.ttft_slo, "deduplicate": self.deduplicate or None}
         own = {name: value for name, value in own.items() if value is not None}
         return {**own, **super()._get_invocation_params(stop, **kwargs)}
@@ -198,7 +198,7 @@ class ChatRAGCache(HoldsHandles, BaseChatOpenAI):
         return profile if self.engine is None else {**profile, "max_input_tokens": self.engine.max_model_len}
 
     def _convert_cached_generations(self, cache_val: list[Generation]) -> list[ChatGeneration]:
-        """Do what the parent does, and mark each answer of a cache as such: no request is behind it."""
+        """Do as the parent class, and mark each cached answer, since no request was sent for it."""
         return [_marked_as_kept(generation) for generation in super()._convert_cached_generations(cache_val)]
 
     def with_structured_output(
@@ -212,7 +212,7 @@ class ChatRAGCache(HoldsHandles, BaseChatOpenAI):
         return super().with_structured_output(schema, method=method, **kwargs)
 
     def connect(self) -> EngineClient:
-        """Return the engine that answers, connecting to it at the first call."""
+        """Return the engine; connect to it at the first call."""
         engine = self.engine or self._connected
         if engine is not None:
             return engine
@@ -245,7 +245,7 @@ class ChatRAGCache(HoldsHandles, BaseChatOpenAI):
         return self.connect().integration.speculation.prepare(ask)
 
     def close(self) -> None:
-        """Close the connection that this model opened itself. An engine that was passed in stays open."""
+        """Close a connection that this model opened. An engine that was passed in stays open."""
         self.connections.close()
 
     async def aclose(self) -> None:
@@ -261,7 +261,7 @@ class ChatRAGCache(HoldsHandles, BaseChatOpenAI):
     def get_num_tokens_from_messages(
         self, messages: Sequence[BaseMessage], tools: Sequence[Any] | None = None, **kwargs: Any
     ) -> int:
-        """Return the length of the prompt that the chat template makes of ``messages``; tools are not counted."""
+        """Return the length of the prompt of ``messages`` in tokens; tools are not counted."""
         with translate_errors_as_openai():
             return len(self.connect().tokenize(self._get_request_payload(list(messages))["messages"]))
 
@@ -376,7 +376,7 @@ class ChatRAGCache(HoldsHandles, BaseChatOpenAI):
     def _convert_chunk_to_generation_chunk(
         self, chunk: dict[str, Any], default_chunk_class: type, base_generation_info: dict[str, Any] | None
     ) -> ChatGenerationChunk | None:
-        """Do what the parent does for the first answer, and keep the response's id, which it drops, at its end."""
+        """Do as the parent class for the first answer, and keep the response's id at its end."""
         if (choices := chunk.get("choices")) and choices[0].get("index"):
             return None
         converted = super()._convert_chunk_to_generation_chunk(chunk, default_chunk_class, base_generation_info)
@@ -402,7 +402,7 @@ class ChatRAGCache(HoldsHandles, BaseChatOpenAI):
         return _Call(engine, plan, kwargs)
 
     def _have_answers_forgotten(self, engine: EngineClient) -> None:
-        """Have a cache of answers of ours drop those that stand on documents which ``engine`` forgets."""
+        """Delete answers from a RAGCache answer cache when ``engine`` deletes their documents."""
         cache = get_llm_cache() if self.cache in (None, True) else self.cache
         if isinstance(cache, BaseCache):
             from ragcache_integrations.langchain.answers import SemanticAnswerCache
@@ -411,13 +411,13 @@ class ChatRAGCache(HoldsHandles, BaseChatOpenAI):
                 engine.integration.answer_caches.add(cache)
 
     def _note_tool_calls(self, call: _Call, said: Sequence[BaseMessage]) -> None:
-        """Tell the engine what an agent waits for."""
+        """Report the tool calls for which an agent waits to the engine."""
         for message in said:
             if isinstance(message, AIMessage) and message.tool_calls:
                 call.note_tool_calls(partial(self._sent_back, message))
 
     def _sent_back(self, message: AIMessage) -> dict[str, Any]:
-        """Return a message as the next request of its chat holds it."""
+        """Return a message as the chat's next request contains it."""
         sent: dict[str, Any] = self._get_request_payload([message])["messages"][0]
         return sent
 
@@ -445,7 +445,7 @@ def _in_given_order(answers: list[AIMessage], order: Sequence[int]) -> list[AIMe
 
 
 def _reordered_configs(config: RunnableConfig | list[RunnableConfig] | None, order: list[int]) -> list[RunnableConfig]:
-    """Return the configuration of each input of a batch; the first says how many run at a time, as in any batch."""
+    """Return the configuration of each input of a batch in sending order; the first limits the concurrency."""
     if not order:
         return []
     configs = get_config_list(config, len(order))
@@ -474,7 +474,7 @@ class _Call(MeasuredCall):
 
     @property
     def usage(self) -> dict[str, Any] | None:
-        """The usage as the OpenAI protocol has it; ``None`` if the server reported none."""
+        """The usage in the OpenAI protocol; ``None`` if the server reported none."""
         if self._usage is None:
             return None
         cached = self._usage.get("input_token_details", {}).get("cache_read", 0)
@@ -485,13 +485,13 @@ class _Call(MeasuredCall):
         }
 
     def read(self, result: ChatResult) -> None:
-        """Note the usage and the id of a whole answer."""
+        """Record usage and id of a whole answer."""
         for generation in result.generations:
             self._usage = _note_cached_tokens(generation.message)
         self.response_id = (result.llm_output or {}).get("id")
 
     def observe(self, chunk: ChatGenerationChunk) -> ChatGenerationChunk:
-        """Note the time of the first token, the usage, and the response's id."""
+        """Record the time of the first token, usage, and response id."""
         message = chunk.message
         if message.content or getattr(message, "tool_call_chunks", None):
             self.note_token()
@@ -503,7 +503,7 @@ class _Call(MeasuredCall):
         return chunk
 
     def answer_messages(self) -> list[BaseMessage]:
-        """Return what was streamed as one message, where it may hold the calls of tools."""
+        """Return the streamed answer as one message, if it may contain tool calls."""
         return [add_ai_message_chunks(*self._chunks)] if self._chunks else []
 
 
@@ -514,13 +514,13 @@ def _with_stats(result: ChatResult, stats: RequestStats) -> ChatResult:
 
 
 def _last_chunk(stats: RequestStats) -> ChatGenerationChunk:
-    """Return the chunk that ends a stream. Only it holds the statistics: merging chunks would add them up."""
+    """Return the last chunk of a stream. Only it has the statistics, as merging chunks would add them up."""
     metadata = {STATS_KEY: stats.to_dict()}
     return ChatGenerationChunk(message=AIMessageChunk(content="", response_metadata=metadata, chunk_position="last"))
 
 
 def _note_cached_tokens(message: BaseMessage) -> UsageMetadata | None:
-    """Return the usage of a message; vLLM leaves the cached tokens out where there are none."""
+    """Return the usage of a message with cached tokens; vLLM omits a 0."""
     if not isinstance(message, AIMessage) or message.usage_metadata is None:
         return None
     message.usage_metadata.setdefault("input_token_details", {}).setdefault("cache_read", 0)
@@ -528,7 +528,7 @@ def _note_cached_tokens(message: BaseMessage) -> UsageMetadata | None:
 
 
 def _marked_as_kept(generation: ChatGeneration) -> ChatGeneration:
-    """Return an answer of LangChain's cache with the mark of a kept one in place of the first request's statistics."""
+    """Return an answer of LangChain's cache marked as cached, without the first request's statistics."""
     message = generation.message
     stats = message.response_metadata.get(STATS_KEY)
     if not isinstance(stats, dict) or ANSWER_KEY in stats:

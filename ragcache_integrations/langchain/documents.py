@@ -1,4 +1,4 @@
-"""LangChain's documents: as the core's, in the prompt of a chain, and as retrievers return them.
+"""LangChain's documents: as core documents, in prompts, and from retrievers.
 
 ::
 
@@ -38,7 +38,7 @@ AnyDocument = Document | LangChainDocument | Mapping[str, Any]
 
 
 def to_core(documents: Iterable[AnyDocument]) -> list[Document]:
-    """Return documents of the core.
+    """Return core documents.
 
     Raises:
         TypeError: something else than a document.
@@ -47,7 +47,7 @@ def to_core(documents: Iterable[AnyDocument]) -> list[Document]:
 
 
 def to_langchain(document: Document) -> LangChainDocument:
-    """Return a document of LangChain with its id and its metadata."""
+    """Return a LangChain document with its id and metadata."""
     return LangChainDocument(id=document.doc_id, page_content=document.text, metadata=dict(document.metadata))
 
 
@@ -74,7 +74,7 @@ _DEFAULT = PromptLayout()
 
 
 def format_documents(documents: Iterable[AnyDocument], layout: PromptLayout = _DEFAULT) -> str:
-    """Return the documents as the prompt shows them, in the order given; the ``relevance_hint`` follows them."""
+    """Return the documents as prompt text in the given order, followed by the ``relevance_hint``."""
     shown = to_core(documents)
     ranks = {d.doc_id: rank for d in shown if isinstance(rank := d.metadata.get(RANK_KEY), int)}
     is_ranked = len(ranks) == len(shown)
@@ -83,9 +83,9 @@ def format_documents(documents: Iterable[AnyDocument], layout: PromptLayout = _D
 
 
 def prompt_from_layout(layout: PromptLayout = _DEFAULT) -> ChatPromptTemplate:
-    """Return a prompt template of ``{context}`` and ``{question}`` that makes the messages of ``layout``.
+    """Return a prompt template of ``{context}`` and ``{question}`` with the messages of ``layout``.
 
-    The context is what :func:`format_documents` returns, of at least one document.
+    The context is the result of :func:`format_documents` for at least one document.
     """
     before, after = (_literal(part) for part in layout.question_format.split("{question}"))
     asked = f"{{context}}{_literal(layout.document_separator)}{before}{{question}}{after}"
@@ -106,7 +106,7 @@ _MAX_STARTED = 1000
 
 
 class _RetrieverListener(BaseCallbackHandler):
-    """Remembers what retrievers were asked and return, before the chain goes on."""
+    """Records queries and results of retrievers, before the chain continues."""
 
     run_inline = True
 
@@ -138,4 +138,4 @@ class _RetrieverListener(BaseCallbackHandler):
 _LISTENER = _RetrieverListener()
 
 _listener: ContextVar[BaseCallbackHandler | None] = ContextVar("ragcache_listener", default=_LISTENER)
-register_configure_hook(_listener, inheritable=False)  # not handed down: every run asks for it itself
+register_configure_hook(_listener, inheritable=False)  # not inherited: every run requests it

@@ -1,4 +1,4 @@
-"""A retriever that searches in stages, names documents to the engine, and prefills candidates meanwhile."""
+"""A retriever that searches in stages and prefills candidates meanwhile."""
 
 from __future__ import annotations
 
@@ -56,11 +56,11 @@ _SETTINGS_OF: dict[SearchType, tuple[str, ...]] = {
     "similarity_score_threshold": ("score_threshold",),
     "mmr": ("fetch_k", "lambda_mult"),
 }
-"""What ``search_kwargs`` may hold beside ``k`` and ``filter``."""
+"""Allowed keys of ``search_kwargs`` besides ``k`` and ``filter``."""
 
 
 def _check_store(store: object) -> object:
-    """Return ``store`` if it can be searched in stages: one error, instead of one for each type of store.
+    """Return ``store`` if it supports staged search; else raise one error for all types of store.
 
     Raises:
         ConfigError: it cannot.
@@ -104,12 +104,12 @@ class RAGCacheRetriever(HoldsHandles, BaseRetriever):
 
     Raises:
         SearchTimeoutError: a search took longer than ``search_timeout_s``.
-        SearchError: a filter on a field that no document has, or on a value of another kind than it has; the compressor
-            returns something else than documents.
+        SearchError: a filter on a field that no document has, or with a value of another kind; a compressor that does
+            not return documents.
         ConfigError: a call asks for fewer than 0 documents; ``stages`` for a source that has its own; a filter, a
-            threshold or MMR for a source that is no store; something that cannot be a filter; a ``num_candidates``
-            below ``k``, or without a compressor; a ``max_score_loss`` that is no share, or with canonical order,
-            MMR or a compressor.
+            threshold or MMR for a source that is not a store; an invalid filter; a ``num_candidates`` below ``k``, or
+            without a compressor; a ``max_score_loss`` outside of 0 to 1, or with canonical order, MMR or a
+            compressor.
     """
 
     model_config = ConfigDict(arbitrary_types_allowed=True, extra="forbid")
@@ -124,7 +124,7 @@ class RAGCacheRetriever(HoldsHandles, BaseRetriever):
     k: int = Field(default=4, ge=1, validation_alias=AliasChoices("k", "top_k"))
     """How many documents to return, also called ``top_k``; a call may ask for another number."""
     filter: MetadataFilter | None = None
-    """What the metadata of every document must be, ``{"tenant": "a"}``, or a function that accepts it."""
+    """Condition on the metadata of every document, such as ``{"tenant": "a"}``, or a function."""
     search_type: SearchType = "similarity"
     """``mmr`` returns documents that differ, ``similarity_score_threshold`` those that are relevant enough."""
     search_kwargs: dict[str, Any] = Field(default_factory=dict)
@@ -251,7 +251,7 @@ class RAGCacheRetriever(HoldsHandles, BaseRetriever):
         return self.store.store if isinstance(self.store, StagedFAISS) else self.store
 
     def _search_settings(self, overrides: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the settings of a search: the retriever's, those of ``search_kwargs``, and before them a call's.
+        """Return the settings of a search: of the call, of ``search_kwargs``, or of the retriever, in that precedence.
 
         Raises:
             ConfigError: there are others than its ``search_type`` knows, or some that cannot work.
@@ -303,7 +303,7 @@ class RAGCacheRetriever(HoldsHandles, BaseRetriever):
 
 
 def _ranked(found: Sequence[Document], arranged: Sequence[Document]) -> Sequence[Document]:
-    """Return documents in another order, each with its place in the search's result."""
+    """Return documents in another order, each with its rank in the search's result."""
     ranks = {document.doc_id: rank for rank, document in enumerate(found, 1)}
     return [replace(d, metadata={**d.metadata, RANK_KEY: ranks[d.doc_id]}) for d in arranged]
 
@@ -314,7 +314,7 @@ def _mmr(search_type: SearchType, settings: Mapping[str, Any]) -> MMR | None:
 
 
 async def _compressed(compress: _Compress, documents: Sequence[Document]) -> Sequence[Document]:
-    """Return what a compressor makes of documents: those that it leaves as they are, as they were."""
+    """Return a compressor's result; unchanged documents stay the same objects."""
     given = {document.doc_id: document for document in documents}
     found = await compress([to_langchain(document) for document in documents])
     if not isinstance(found, list | tuple):

@@ -1,4 +1,4 @@
-"""Retrieval and generation at the same time: the answer is under way before the search has ended.
+"""Retrieval and generation at the same time: generation starts before the search has ended.
 
 ::
 
@@ -68,8 +68,8 @@ class SpeculativeRAG(HoldsHandles, RunnableSerializable[str | dict[str, Any], AI
 
     The input is the question, or a mapping that holds it with the prompt's other variables. The output is the model's
     message; ``response_metadata["ragcache"]["pipeline"]`` (in a stream: of the last chunk) has the search statistics.
-    Prompt and ``format_docs`` run once for each set of candidates, in another thread: they depend on nothing but their
-    input.
+    Prompt and ``format_docs`` run once for each set of candidates, in another thread, and must depend on their input
+    only.
 
     Raises:
         ValueError: the input holds no question.
@@ -143,7 +143,7 @@ class SpeculativeRAG(HoldsHandles, RunnableSerializable[str | dict[str, Any], AI
             async for chunk in chunks:
                 yield chunk
 
-    # The four ways to answer. Each searches, asks the model, and leaves nothing behind.
+    # The four ways to answer. Each searches, calls the model, and cleans up.
 
     def _invoke(
         self,
@@ -228,7 +228,7 @@ class SpeculativeRAG(HoldsHandles, RunnableSerializable[str | dict[str, Any], AI
     def _make_call(
         self, given: str | dict[str, Any], config: RunnableConfig, kwargs: dict[str, Any], how: dict[str, Any]
     ) -> _Question:
-        """Return the question, ready to be searched for; ``how`` is what decides whether the model will stream."""
+        """Return the question, ready for the search; ``how`` decides whether the model will stream."""
         variables = dict(given) if isinstance(given, Mapping) else {self.question_key: given}
         if not isinstance(question := variables.get(self.question_key), str):
             raise ValueError(  # noqa: TRY004  (what a mapping holds is a value)
@@ -260,13 +260,13 @@ class SpeculativeRAG(HoldsHandles, RunnableSerializable[str | dict[str, Any], AI
         return _Question(question, values, engine, start_speculation, prompt=prompt, timeout_s=self.search_timeout_s)
 
     def _messages(self, values: dict[str, Any]) -> list[BaseMessage]:
-        """Return the messages of the prompt without telling any callback."""
+        """Return the messages of the prompt without callbacks."""
         if isinstance(self.prompt, BasePromptTemplate):
             return self.prompt.format_prompt(**values).to_messages()
         return self.prompt.invoke(values, {"callbacks": []}).to_messages()
 
     def _bound_prompt(self, engine: EngineClient) -> BoundPrompt | None:
-        """Return the prompt as ``engine`` tokenises it; ``None`` where it is no template."""
+        """Return the prompt bound to ``engine``; ``None`` if it is not a template."""
         made_of = (engine, self.prompt, self.format_docs)
         if self._bound is None or any(a is not b for a, b in zip(self._bound.made_of, made_of, strict=True)):
             bound = None
@@ -304,7 +304,7 @@ class SpeculativeRAG(HoldsHandles, RunnableSerializable[str | dict[str, Any], AI
         return await self._search_at_once(call, lambda: self.retriever.ainvoke(call.question, config), on_event)
 
     async def _avalues(self, call: _Question, config: RunnableConfig) -> dict[str, Any]:
-        """Return what the prompt is made of; ``format_docs`` runs where a chain runs a function, in the executor."""
+        """Return the prompt's variables; ``format_docs`` runs in the executor, as in a chain."""
         return await run_in_executor(config, call.values, await self._aretrieve(call, config))
 
     def _is_staged(self, config: RunnableConfig) -> bool:
@@ -320,10 +320,10 @@ class SpeculativeRAG(HoldsHandles, RunnableSerializable[str | dict[str, Any], AI
 
 
 class _Question(QuestionSession[LangChainDocument]):
-    """One question: what its prompt is made of, and the report of its search in its answer."""
+    """One question: its prompt's variables, and the report of its search in the answer."""
 
     def __init__(self, question: str, values: Callable[[Documents], dict[str, Any]], *engine: Any, **how: Any) -> None:
-        """``values`` makes what the prompt is made of; the other arguments are those of the session."""
+        """Take ``values``, which makes the prompt's variables, and the arguments of the session."""
         super().__init__(question, *engine, **how)
         self.values = values
         self._is_answered = False
@@ -331,7 +331,7 @@ class _Question(QuestionSession[LangChainDocument]):
         self._unemitted: list[PipelineEvent] = []
 
     def reported(self, answer: AIMessage, *, is_whole: bool = False) -> AIMessage:
-        """Return an answer, or a chunk of one, with the report if its statistics are there, or if it is whole."""
+        """Return an answer, or chunk, with the report if it has its statistics or is whole."""
         if not self._is_answered:  # a speculation that the request did not join would only run beside it
             self._is_answered = True
             self.close()
@@ -343,12 +343,12 @@ class _Question(QuestionSession[LangChainDocument]):
         return answer.model_copy(update={"response_metadata": self.with_report(metadata)})
 
     def unemitted(self) -> Iterator[PipelineEvent]:
-        """Yield the events of the report that was handed out, once."""
+        """Yield the events of the returned report, once."""
         while self._unemitted:
             yield self._unemitted.pop()
 
     def unreported(self) -> Iterator[AIMessageChunk]:
-        """Yield a last chunk with the report, if the stream of another model had no chunk to take it."""
+        """Yield a last chunk with the report, if another model's stream had no chunk for it."""
         if not self._is_reported and self._settle():
             yield AIMessageChunk(content="", response_metadata=self.with_report({}))
 
@@ -370,7 +370,7 @@ async def _aemit(call: _Question, config: RunnableConfig) -> None:
 
 
 def _unbound(runnable: Runnable[Any, Any], config: RunnableConfig) -> tuple[Runnable[Any, Any], dict[str, Any]]:
-    """Return what ``bind``, ``with_config`` and ``configurable_fields`` wrapped, and the arguments that were bound."""
+    """Return the runnable inside ``bind``, ``with_config`` and ``configurable_fields``, and the bound arguments."""
     kwargs: dict[str, Any] = {}
     while isinstance(runnable, RunnableBindingBase | DynamicRunnable):
         if isinstance(runnable, DynamicRunnable):
@@ -382,7 +382,7 @@ def _unbound(runnable: Runnable[Any, Any], config: RunnableConfig) -> tuple[Runn
 
 
 def _sum(parts: list[Any]) -> Any:
-    """Return the input that arrived in parts, as a stream of the runnable before does."""
+    """Return the sum of an input that arrived in parts."""
     whole = parts[0] if parts else {}
     for part in parts[1:]:
         whole = whole + part
@@ -390,5 +390,5 @@ def _sum(parts: list[Any]) -> Any:
 
 
 def _generator(chunks: AsyncIterator[_Result]) -> AsyncGenerator[_Result]:
-    """Return an iterator of LangChain's as what it is: a generator, which can be closed."""
+    """Return LangChain's iterator typed as a generator, which can be closed."""
     return cast("AsyncGenerator[_Result]", chunks)

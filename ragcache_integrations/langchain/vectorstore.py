@@ -28,14 +28,12 @@ from ragcache_core.types import Document, RetrievalUpdate
 from ragcache_integrations.langchain.documents import to_langchain
 
 MetadataFilter = Mapping[str, object] | Callable[[Mapping[str, object]], bool]
-"""What the metadata must be, as ``{"tenant": "a", "year": {"$gte": 2020}}``, or a function that accepts it.
-
-See :func:`~ragcache_core.retrieval.filters.parse_filter` for the operators.
-"""
+"""Condition on metadata, such as ``{"tenant": "a", "year": {"$gte": 2020}}``, or a function. See
+:func:`~ragcache_core.retrieval.filters.parse_filter` for the operators."""
 
 
 class CoreEmbeddings(Embeddings):
-    """An embedder of the core, for any LangChain vector store."""
+    """A core embedder as LangChain ``Embeddings``, for any vector store."""
 
     def __init__(self, embedder: Embedder) -> None:
         self._embedder = embedder
@@ -64,19 +62,19 @@ class TfidfSvdEmbeddings(CoreEmbeddings):
 
 
 class StagedFAISS(VectorStore):
-    """A vector store in a folder. Nothing in it is ever unpickled.
+    """A LangChain vector store in a folder, searched in stages. Nothing in it is ever unpickled.
 
     ``StagedFAISS.from_documents(documents)`` needs no embedding: the built-in one is fitted on the documents and kept
     with them. It finds documents by their words and names as well, where the question is a text. Scores are the store's
     own: squared L2 distances (less is nearer) or, with ``metric="ip"``, inner products (more is nearer). Metadata is
     plain JSON. ``k`` may be larger than the store.
 
-    Adding a document whose id is stored replaces it. Each change is durable when it returns. What a search does not
-    know is refused: a misspelt ``filter`` would find everybody's documents.
+    Adding a document whose id is stored replaces it. Each change is durable when it returns. Unknown arguments of a
+    search are rejected, as a misspelt ``filter`` would return all documents.
     """
 
     def __init__(self, store: DocumentStore) -> None:
-        """Wrap an open store of the core. The caller closes it, or :meth:`close` does."""
+        """Wrap an open core store. The caller closes it, or :meth:`close` does."""
         self.store = store
         self._discard_folder: Callable[[], object] | None = None
 
@@ -84,7 +82,7 @@ class StagedFAISS(VectorStore):
     def create(
         cls, path: str | os.PathLike[str] | None = None, embedding: Embeddings | object | None = None, **index: Any
     ) -> Self:
-        """Make an empty store in a new folder; without ``path``, in one that ends with this object.
+        """Make an empty store in a new folder; without ``path`` in a temporary one.
 
         ``index`` are settings of :meth:`DocumentStore.create <ragcache_core.retrieval.DocumentStore.create>`:
         ``index="hnsw"``, ``metric="ip"``, ``nlist=1024``, ...
@@ -104,7 +102,7 @@ class StagedFAISS(VectorStore):
 
     @classmethod
     def open(cls, path: str | os.PathLike[str], embedding: Embeddings | object | None = None, **how: Any) -> Self:
-        """Open a store that :meth:`create` made; an embedding of yours has to be passed again."""
+        """Open a store of :meth:`create`; pass your own embedding again."""
         _check_names(how)
         return cls(DocumentStore.open(path, embedder=embedding, **how))
 
@@ -112,7 +110,7 @@ class StagedFAISS(VectorStore):
     def open_or_create(
         cls, path: str | os.PathLike[str], embedding: Embeddings | object | None = None, **index: Any
     ) -> Self:
-        """Open the store in a folder, or make one where there is none: for programs that run again and again.
+        """Open the store in a folder, or make one if there is none.
 
         ``index`` are settings of :meth:`create`, which a store that exists has to agree with.
         """
@@ -130,7 +128,7 @@ class StagedFAISS(VectorStore):
         path: str | os.PathLike[str] | None = None,
         **index: Any,
     ) -> Self:
-        """Make a store of texts; see :meth:`create`. To add texts to a store that exists, :meth:`open_or_create` it."""
+        """Make a store of texts; see :meth:`create`. To add texts to an existing store use :meth:`open_or_create`."""
         made = cls.create(path, embedding, **index)
         try:
             made.add_texts(texts, metadatas, ids=ids)
@@ -143,7 +141,7 @@ class StagedFAISS(VectorStore):
     def from_documents(
         cls, documents: list[LangChainDocument], embedding: Embeddings | None = None, **settings: Any
     ) -> Self:
-        """Make a store of documents, with their ids where they have some; see :meth:`create`."""
+        """Make a store of documents with their ids; see :meth:`create`."""
         settings.setdefault("ids", [d.id for d in documents])
         texts, metadatas = [d.page_content for d in documents], [d.metadata for d in documents]
         return cls.from_texts(texts, embedding, metadatas, **settings)
@@ -165,7 +163,7 @@ class StagedFAISS(VectorStore):
         return await run_in_executor(None, cls.from_documents, documents, embedding, **settings)
 
     def as_retriever(self, **kwargs: Any) -> VectorStoreRetriever:
-        """Return LangChain's retriever over this store. See ``RAGCacheRetriever`` for one that works with an engine.
+        """Return LangChain's retriever over this store. ``RAGCacheRetriever`` also overlaps search and prefill.
 
         Raises:
             ConfigError: an argument that this retriever would ignore, such as ``engine``.
@@ -179,7 +177,7 @@ class StagedFAISS(VectorStore):
         return super().as_retriever(**kwargs)
 
     def close(self) -> None:
-        """Save the index and let others write; a store without a ``path`` is deleted. May be called twice."""
+        """Save the index and release the lock; a store without a ``path`` is deleted. Idempotent."""
         self.store.close()
         if self._discard_folder is not None:
             self._discard_folder()
@@ -192,7 +190,7 @@ class StagedFAISS(VectorStore):
 
     @property
     def embeddings(self) -> Embeddings:
-        """The embedding in use; of the built-in one, the copy fitted on this store's documents."""
+        """The embedding; for the built-in one, the copy fitted on this store's documents."""
         embedder = self.store.embedder
         if isinstance(embedder, LangChainEmbedder) and isinstance(embedder.embeddings, Embeddings):
             return embedder.embeddings
@@ -208,10 +206,10 @@ class StagedFAISS(VectorStore):
         ids: Sequence[str | None] | None = None,
         **kwargs: Any,
     ) -> list[str]:
-        """Store texts and return their ids, new ones where none are given. A stored id is replaced.
+        """Store texts and return their ids, which are generated if not given. A stored id is replaced.
 
-        Empty texts are not stored, which a warning says; their ids are returned in their places, and a stored document
-        with such an id is removed. Dates in the metadata become texts in ISO format.
+        Empty texts are not stored, with a warning; their ids are still returned, and stored documents with such
+        an id are deleted. Dates in the metadata are converted to ISO format.
 
         Raises:
             ValueError: not one id or metadata for each text.
@@ -231,7 +229,7 @@ class StagedFAISS(VectorStore):
         return doc_ids
 
     def delete(self, ids: Sequence[str] | None = None, **kwargs: Any) -> bool:
-        """Remove documents, all of them without ``ids``. Ids that are not stored are passed over.
+        """Delete documents; all of them without ``ids``. Ids that are not stored are skipped.
 
         Raises:
             ConfigError: another argument, such as a filter, which would leave ``ids`` out and remove all documents.
@@ -244,7 +242,7 @@ class StagedFAISS(VectorStore):
     # Looking up
 
     def get_by_ids(self, ids: Sequence[str], /) -> list[LangChainDocument]:
-        """Return the documents that are stored, in the order of ``ids``."""
+        """Return the stored documents, in the order of ``ids``."""
         return [to_langchain(d) for d in self.store.get(ids, missing_ok=True)]
 
     # Searching
@@ -272,7 +270,7 @@ class StagedFAISS(VectorStore):
         filter: MetadataFilter | None = None,
         stages: int | Sequence[float] | None = None,
     ) -> AsyncGenerator[RetrievalUpdate]:
-        """Yield what the search knows after each stage; the last update is the answer of the other methods.
+        """Yield the candidates after each stage; the last update equals the result of the other methods.
 
         See :meth:`DocumentStore.search_staged <ragcache_core.retrieval.DocumentStore.search_staged>`.
         """
@@ -293,7 +291,7 @@ class StagedFAISS(VectorStore):
         filter: MetadataFilter | None = None,
         **kwargs: Any,
     ) -> list[LangChainDocument]:
-        """Return ``k`` of the ``fetch_k`` best documents, near to the question and far from each other."""
+        """Return ``k`` of the ``fetch_k`` best documents by maximal marginal relevance."""
         return _documents(self._search(query, k, filter, kwargs, MMR(fetch_k, lambda_mult)))
 
     def max_marginal_relevance_search_by_vector(
@@ -333,7 +331,7 @@ class StagedFAISS(VectorStore):
 
 
 def as_where(accepted: MetadataFilter | None) -> Where | Callable[[Document], bool] | None:
-    """Return which documents a filter accepts; ``None`` for all.
+    """Return the filter expression of ``filter``; ``None`` for all documents.
 
     Raises:
         ConfigError: it is no filter.
@@ -346,7 +344,7 @@ def as_where(accepted: MetadataFilter | None) -> Where | Callable[[Document], bo
 
 
 def relevance_of(store: DocumentStore) -> Callable[[float], float]:
-    """Return a function from scores of a store to [0, 1], which is larger for nearer documents.
+    """Return a function from store scores to relevance in [0, 1]; larger is nearer.
 
     Squared distances and cosines, which are inner products of unit vectors, give 1 for the document itself. Inner
     products of other vectors have no largest value: a typical document itself has 0.75, and none has 1.
@@ -359,7 +357,7 @@ def relevance_of(store: DocumentStore) -> Callable[[float], float]:
 
 
 def _check_names(settings: Mapping[str, object]) -> None:
-    """Reject the name that ``DocumentStore`` has for LangChain's ``embedding``."""
+    """Reject ``embedder``, the core store's name of LangChain's ``embedding``."""
     if "embedder" in settings:
         raise ConfigError("StagedFAISS has no argument embedder: pass the embedding as embedding=...")
 

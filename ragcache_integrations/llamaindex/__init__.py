@@ -1,4 +1,4 @@
-"""RAGCache at LlamaIndex's door: an LLM, a vector store, a retriever, a query engine, and events about the cache.
+"""LlamaIndex integration: LLM, vector store, retriever, query engine, and cache events.
 
 ::
 
@@ -8,7 +8,7 @@
     response = query_engine.query("Who founded Nalna?")
     print(response, response.metadata["ragcache"]["pipeline"])
 
-The engine answers from a search's candidates while it goes on; the last line says how much of it was hidden.
+The engine answers from a search's candidates while the search runs. The last line prints the overlapped time.
 """
 
 from typing import TYPE_CHECKING

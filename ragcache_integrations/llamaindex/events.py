@@ -1,4 +1,4 @@
-"""What RAGCache publishes on LlamaIndex's instrumentation dispatcher, and a handler that sums it up.
+"""The events that RAGCache publishes on LlamaIndex's instrumentation dispatcher, and a handler that sums them up.
 
 ::
 
@@ -36,14 +36,14 @@ if TYPE_CHECKING:
     from ragcache_core.retrieval.base import Metric
 
 dispatcher = get_dispatcher("ragcache_integrations.llamaindex")
-"""What publishes the events of this package; they reach the handlers of LlamaIndex's root dispatcher too."""
+"""Dispatcher of this package's events, which also reach the handlers of LlamaIndex's root dispatcher."""
 
 
 _FIELDS = tuple(field.name for field in fields(RequestStats))
 
 
 class CacheStatsEvent(BaseEvent):
-    """What one request of the LLM cost; the fields are those of :class:`~ragcache_core.stats.RequestStats`.
+    """Statistics of one LLM request; fields as in :class:`~ragcache_core.stats.RequestStats`.
 
     Published once per request that ran to its end, after the last token. ``span_id`` is the span in which the request
     was made, also where its stream is read in another one.
@@ -75,18 +75,18 @@ class CacheStatsEvent(BaseEvent):
 
     @classmethod
     def from_stats(cls, stats: RequestStats, *, model: str, span_id: str | None) -> CacheStatsEvent:
-        """Return the event that says what ``stats`` says."""
+        """Return the event with the statistics ``stats``."""
         said = {name: getattr(stats, name) for name in (*_FIELDS, "num_computed_tokens")}
         return cls(model=model, span_id=span_id, **said)
 
     @property
     def stats(self) -> RequestStats:
-        """The statistics as the core's own object."""
+        """The statistics as the core's class."""
         return RequestStats(**{name: getattr(self, name) for name in _FIELDS})
 
 
 class CachedAnswerEvent(BaseEvent):
-    """An answer that no engine was asked for, as an ``answer_cache`` had it.
+    """An answer of an ``answer_cache``, without a request to an engine.
 
     It was given to ``question``, or to the very same prompt (``None``), whose meaning is ``similarity`` near.
     """
@@ -101,10 +101,10 @@ class CachedAnswerEvent(BaseEvent):
 
 
 class RetrievalStageEvent(BaseEvent):
-    """What a staged search knew after one stage: a guess, or the answer where ``is_final``.
+    """The documents of a staged search after one stage; final if ``is_final``.
 
-    ``scores`` are those of the nodes: the larger, the nearer. They are empty where the retriever does not tell them.
-    ``swaps`` are what a ``max_score_loss`` has exchanged.
+    ``scores`` are those of the nodes; larger is nearer. They are empty if the retriever does not report scores.
+    ``swaps`` are the substitutions within ``max_score_loss``.
     """
 
     query: str
@@ -120,15 +120,15 @@ class RetrievalStageEvent(BaseEvent):
 
 
 class SpeculationEvent(BaseEvent):
-    """What the engine was asked ahead of a search's end.
+    """An event of a speculative request.
 
     ``kind`` is ``start``, ``cancel`` (the candidates changed), ``confirm`` (they were the final documents), ``miss``
     (the engine had not begun with the final documents) or ``settle`` (the answer has ended). ``document_ids`` are in
     the order of the prompt, ``search_s`` is the time since the search began.
 
-    ``overlapped_search_s`` of it overlapped, which is reported once: where a whole answer is asked ahead with
-    ``settle`` (``None``: no request joined it, it was no match after all), otherwise with ``confirm`` (``None``: the
-    engine has not reported yet when it began).
+    ``overlapped_search_s`` is the part of it that overlapped. It is reported once: with ``settle`` for a speculation of
+    the whole answer (``None`` if no request adopted it), otherwise with ``confirm`` (``None`` if the engine has not
+    reported its start yet).
     """
 
     query: str
@@ -144,7 +144,7 @@ class SpeculationEvent(BaseEvent):
 
 
 def publish(event: PipelineEvent, *, query: str, span_id: str | None, metric: Metric | None = None) -> None:
-    """Publish what happened during a search for ``query``, by ``metric`` where the store tells it."""
+    """Publish the events of a search for ``query``, with ``metric`` if known."""
     ids, stage = event.doc_ids, event.stage
     if event.kind == "stage":
         scores = tuple(similarities_of(event, metric))
@@ -167,9 +167,9 @@ def publish(event: PipelineEvent, *, query: str, span_id: str | None, metric: Me
 
 
 class CacheStatsEventHandler(BaseEventHandler):
-    """Sums up the requests of an application; add it to the dispatcher. Safe to use from several threads.
+    """Sums up the requests of an application; add it to the dispatcher. Thread-safe.
 
-    ``print(handler)`` says in one line what :meth:`summary` does.
+    ``print(handler)`` prints :meth:`summary` in one line.
     """
 
     last: CacheStatsEvent | None = None
@@ -181,7 +181,7 @@ class CacheStatsEventHandler(BaseEventHandler):
         return "CacheStatsEventHandler"
 
     def handle(self, event: BaseEvent, **kwargs: Any) -> None:
-        """Count the events of this package about requests and speculations; let every other one pass."""
+        """Count this package's events of requests and speculations; ignore others."""
         if isinstance(event, CacheStatsEvent):
             self._tally.add(event.stats)
             self.last = event
@@ -191,11 +191,11 @@ class CacheStatsEventHandler(BaseEventHandler):
             self._tally.add_speculation(event.kind, event.overlapped_search_s)
 
     def summary(self) -> CacheSummary:
-        """Return the sums up to now."""
+        """Return the present sums."""
         return self._tally.summary()
 
     def reset(self) -> None:
-        """Forget everything."""
+        """Set all sums to zero."""
         self._tally.reset()
         self.last = None
 
@@ -207,18 +207,18 @@ class CacheStatsEventHandler(BaseEventHandler):
 
 
 class TraceEventHandler(BaseEventHandler):
-    """Records the requests of an application in a file that ``ragcache simulate`` runs again.
+    """Records the requests of an application in a trace file for ``ragcache simulate``.
 
     ::
 
         recording = TraceEventHandler(path="mine.jsonl")
         get_dispatcher().add_event_handler(recording)
 
-    A line says when a request was made, the ids and lengths of its documents, and how long question and answer were; it
-    holds no text. The question is all of the prompt that is no document. Requests that fail are left out.
+    Each line has the time of a request, the ids and lengths of its documents, and the lengths of question and answer,
+    but no text. The question is the prompt without its documents. Failed requests are not recorded.
 
     Raises:
-        TraceError: the file cannot be made, or holds something already.
+        TraceError: the file cannot be created, or is not empty.
     """
 
     path: Path
@@ -229,12 +229,12 @@ class TraceEventHandler(BaseEventHandler):
         return "TraceEventHandler"
 
     def model_post_init(self, context: Any, /) -> None:
-        """Make the file."""
+        """Create the file."""
         super().model_post_init(context)
         self._recorder = TraceRecorder(self.path)
 
     def handle(self, event: BaseEvent, **kwargs: Any) -> None:
-        """Record a :class:`CacheStatsEvent` with the time at which its request began; let every other event pass."""
+        """Record a :class:`CacheStatsEvent` with the start time of its request; ignore other events."""
         if isinstance(event, LLMChatStartEvent | LLMCompletionStartEvent):
             self._recorder.begin(event.span_id)
         elif isinstance(event, CacheStatsEvent):
@@ -243,5 +243,5 @@ class TraceEventHandler(BaseEventHandler):
             self._recorder.drop(event.span_id)
 
     def close(self) -> None:
-        """Close the file; the end of the process does so, too."""
+        """Close the file; also done at the end of the process."""
         self._recorder.close()

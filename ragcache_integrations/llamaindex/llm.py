@@ -1,7 +1,7 @@
-"""The LLM: LlamaIndex's ``OpenAILike`` on a RAGCache engine, with the documents of a prompt and its cache statistics.
+"""The LLM: LlamaIndex's ``OpenAILike`` on a RAGCache engine, with document spans and cache statistics.
 
-Streaming, tool calls and structured output are ``OpenAILike``'s own. Added to a request is what the engine has to know
-about its documents; added to a response is what the cache did for it::
+Streaming, tool calls and structured output are those of ``OpenAILike``. Requests get the spans of their documents, and
+responses the cache's statistics::
 
     response.additional_kwargs["ragcache"]     # RequestStats.to_dict(); in a stream: on the last response
     CacheStatsEvent                            # the same, on the instrumentation dispatcher
@@ -60,7 +60,7 @@ from ragcache_integrations.rag.handles import HoldsHandles, check_engine
 
 DEFAULT_TIMEOUT_S = 600.0
 _SETTINGS = frozenset(inspect.signature(OpenAI.__init__).parameters) - {"self", "kwargs"}
-"""What ``OpenAILike`` takes besides its fields."""
+"""Arguments of ``OpenAILike`` besides its fields."""
 
 _NOT_CHAT = "it goes to the completions endpoint, where no documents are known"
 
@@ -77,15 +77,15 @@ class RAGCacheLLM(HoldsHandles, OpenAILike):  # type: ignore[misc]
 
     Without an engine it connects to the server at ``api_base`` (or ``base_url``), by default ``RAGCACHE_BASE_URL`` of
     the environment, with ``api_key``, by default ``RAGCACHE_API_KEY``; :meth:`close` then closes that connection. An
-    engine that was given is the caller's to close. Further arguments are those of ``OpenAILike``; what it does not
-    know is refused. ``additional_kwargs`` are sent with every request.
+    engine that was passed in is closed by the caller. Further arguments are those of ``OpenAILike``; unknown ones are
+    rejected. ``additional_kwargs`` are sent with every request.
 
     Documents whose text is in the prompt are named to the engine: nodes that any retriever of LlamaIndex returned
     recently in this process. If long prompts show none, one warning says so.
 
     With ``api_base``, a request whose server goes away before its first token waits for it and is sent again. A
-    stream that had begun continues where it was cut, and ``additional_kwargs["ragcache"]`` says how often
-    (``num_resumes``), and whether it continued with another random state (``is_resampled``).
+    stream that had begun continues where it was cut. ``additional_kwargs["ragcache"]`` has the number of
+    continuations (``num_resumes``), and whether the random state changed (``is_resampled``).
     ``restart_timeout_s``, ``hang_timeout_s`` and ``first_token_timeout_s`` are those of ``Engine.connect``.
 
     Requests go to the chat endpoint. One that is made with ``use_chat_completions=False`` (all, for a model without a
@@ -94,9 +94,9 @@ class RAGCacheLLM(HoldsHandles, OpenAILike):  # type: ignore[misc]
     A ``tokenizer`` is ``OpenAILike``'s, for its ``max_tokens``: an object with ``encode``. The server finds the tokens
     of documents.
 
-    With an ``answer_cache`` a chat without tools is not asked at all where nearly the same question was, with the same
-    settings and about the same versions of the same documents: opt-in and approximate, see :class:`AnswerCache`. Such
-    an answer is marked, ``additional_kwargs["ragcache"]["answer_cache"]``, and emits a :class:`CachedAnswerEvent`.
+    An ``answer_cache`` answers a chat without tools if it has the answer to a similar question, with the same settings
+    and the same versions of the same documents. It is opt-in and approximate, see :class:`AnswerCache`. Such an answer
+    is marked, ``additional_kwargs["ragcache"]["answer_cache"]``, and emits a :class:`CachedAnswerEvent`.
 
     ``chunk_reuse``, of the LLM or of a call, switches chunk reuse, which is approximate; see ``engine.stream()``.
     ``deduplicate``, of the LLM or of a call, replaces a document that the chat shows already by a reference
@@ -115,9 +115,9 @@ class RAGCacheLLM(HoldsHandles, OpenAILike):  # type: ignore[misc]
     ``openai.APIConnectionError``.
 
     Raises:
-        ConfigError: neither an engine nor an address, or both; ``chunk_reuse``, ``ttft_slo`` or ``deduplicate`` is not
-            what it may be. A time that cannot work, or one that was set together with an engine. An argument, here or
-            of a call, that there is not. ``n`` above 1 where one text is returned: a stream holds the first answer.
+        ConfigError: neither an engine nor an address, or both; an invalid ``chunk_reuse``, ``ttft_slo`` or
+            ``deduplicate``; an invalid time, or one together with an engine; an unknown argument, here or of a call;
+            ``n`` above 1 where one text is returned (a stream has the first answer).
         EngineError: the server at that address cannot be used.
     """
 
@@ -210,7 +210,7 @@ class RAGCacheLLM(HoldsHandles, OpenAILike):  # type: ignore[misc]
 
     @classmethod
     def from_dict(cls, data: dict[str, Any], **kwargs: Any) -> RAGCacheLLM:
-        """Return the LLM that ``to_dict`` described, on ``engine=`` if it is given, else at the same address."""
+        """Return the LLM described by ``to_dict``, on ``engine=`` if given, else at the same address."""
         if kwargs.get("engine") is not None:
             data = {name: value for name, value in data.items() if name != "api_base"}
         llm: RAGCacheLLM = super().from_dict(data, **kwargs)
@@ -243,7 +243,7 @@ class RAGCacheLLM(HoldsHandles, OpenAILike):  # type: ignore[misc]
         return self._engine.integration.speculation.prepare(ask)
 
     def close(self) -> None:
-        """Close the connection that ``api_base`` opened; an engine that was given stays open."""
+        """Close a connection that ``api_base`` opened; an engine that was passed in stays open."""
         if self._owns_engine:
             self._engine.close()
 

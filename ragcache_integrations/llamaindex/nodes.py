@@ -1,4 +1,4 @@
-"""LlamaIndex's nodes and filters as the core's. Importing this module makes the nodes of every retriever known."""
+"""Convert LlamaIndex's nodes and filters. Importing this module records the nodes of every retriever."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from ragcache_core.types import ACL, DocId, Document
 
 _NODE_CONTENT = "_node_content"
 _NO_SOURCE = "None"
-"""What LlamaIndex writes as ``ref_doc_id`` of a node without a source."""
+"""LlamaIndex's ``ref_doc_id`` of a node without a source."""
 
 
 def document_from_node(node: BaseNode) -> Document:
-    """Return a node as a document: its text, and all the rest of it as metadata. The embedding is left out."""
+    """Return a node as a document: its text, and the rest except its embedding as metadata."""
     related = {
         kind: [_plain(each) for each in nodes] if isinstance(nodes, list) else _plain(nodes)
         for kind, nodes in node.relationships.items()
@@ -47,10 +47,10 @@ def _plain(node: RelatedNodeInfo) -> RelatedNodeInfo:
 
 
 def node_from_document(document: Document) -> BaseNode:
-    """Return the node that :func:`document_from_node` stored, or a text node for a document from elsewhere.
+    """Return the node stored by :func:`document_from_node`, or a text node for another document.
 
-    The metadata of a document from elsewhere is not shown to the LLM or to an embedding model: its text is the whole
-    document, so that its tokens, and what is cached of them, are the same from every framework.
+    The metadata of another document is not shown to the LLM or to an embedding model: only its text is. So its tokens
+    and cached KV are the same from every framework.
     """
     metadata = dict(document.metadata)
     if _NODE_CONTENT in metadata:
@@ -66,7 +66,7 @@ def node_from_document(document: Document) -> BaseNode:
 
 
 def source_of(document: Document) -> DocId | None:
-    """Return the id of the document that a stored node was made from; a document from elsewhere is its own source."""
+    """Return the id of the document from which a stored node was made; another document's own id."""
     if _NODE_CONTENT not in document.metadata:
         return document.doc_id
     source = str(document.metadata.get("ref_doc_id"))
@@ -74,12 +74,12 @@ def source_of(document: Document) -> DocId | None:
 
 
 def shown_document(node: BaseNode) -> Document:
-    """Return a node as the document that the LLM shall read: with the metadata that the node shows to an LLM."""
+    """Return a node as the LLM reads it: its text with the metadata for LLMs."""
     return Document(node.node_id, node.get_content(metadata_mode=MetadataMode.LLM), acl=node.metadata.get(ACL))
 
 
 def shown_documents(nodes: Sequence[NodeWithScore]) -> list[Document]:
-    """Return retrieved nodes as the documents that the LLM shall read."""
+    """Return retrieved nodes as the LLM reads them."""
     return [shown_document(n.node) for n in nodes]
 
 
@@ -105,7 +105,7 @@ def where_of(filters: MetadataFilters | None) -> Where | None:
     """Return the expression of ``filters``; ``None`` if all nodes pass. Filters may be nested.
 
     Raises:
-        ConfigError: it is no filter, or one whose operator has nothing to do with its value.
+        ConfigError: an invalid filter, or an operator that does not fit its value.
     """
     if filters is None:
         return None
@@ -134,7 +134,7 @@ CURE = (
 
 
 class _RetrievalListener(BaseEventHandler):
-    """Remembers what retrievers return, before the query goes on."""
+    """Records the results of retrievers, before the query continues."""
 
     @classmethod
     def class_name(cls) -> str:

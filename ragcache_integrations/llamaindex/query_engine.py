@@ -1,4 +1,4 @@
-"""The query engine: lay the prompt out with the documents before the question, and ask while they are searched for."""
+"""The query engine: puts documents before the question, and overlaps search and generation."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ _Response = TypeVar("_Response", bound=RESPONSE_TYPE)
 logger = logger_of(__name__)
 
 EMPTY_RESPONSE = "Empty Response"
-"""LlamaIndex's own answer where nothing was retrieved; the LLM is not asked."""
+"""LlamaIndex's own answer without retrieved nodes; the LLM is not called."""
 
 
 class RAGCacheQueryEngine(BaseQueryEngine):
@@ -62,7 +62,7 @@ class RAGCacheQueryEngine(BaseQueryEngine):
     All documents go into one prompt in the order in which they were retrieved and post-processed, before the question,
     so that requests about the same documents share a prefix of tokens; there is no second, refining call. With
     ``streaming`` the answer is a stream, whose statistics are in ``metadata`` when it has ended, and whose
-    ``response_gen`` cancels the request when it is closed. A ``QueryEngineTool`` wants the whole answer: leave
+    ``response_gen`` cancels the request when it is closed. A ``QueryEngineTool`` needs the whole answer: leave
     ``streaming`` off there.
 
     While a ``query`` or ``aquery`` searches, the engine already answers from the candidates of each stage
@@ -72,23 +72,22 @@ class RAGCacheQueryEngine(BaseQueryEngine):
     ``synthesize`` in two steps, only the beginning of the prompt is prefilled.
 
     Args:
-        retriever: a :class:`RAGCacheRetriever`; any other one works too (by ``query`` it is called in a thread of its
-            own), and its search is one stage, so nothing overlaps.
+        retriever: a :class:`RAGCacheRetriever`. Any other one works too (``query`` calls it in another thread), but its
+            search has one stage, so nothing overlaps.
         llm: a :class:`RAGCacheLLM`, by default ``Settings.llm``; another one answers without speculation.
         layout: how the prompt is laid out. Its ``relevance_hint`` names the documents by their scores.
-        node_postprocessors: what chooses and changes the nodes that are read.
+        node_postprocessors: filter and change the nodes that the LLM reads.
         streaming: whether the answer is a stream.
         speculate_postprocessed: whether the candidates of each stage go through the post-processors too, in another
-            thread, which publish their events each time. They depend on nothing but their input then. Without it there
-            is no speculation where there are post-processors: it would be from documents that are not to be read.
-        search_timeout_s: the longest that a search may take; by default the retriever's own, a minute for one of
-            another kind.
+            thread, and publish their events each time. They must depend on their input only. Without it, queries with
+            post-processors have no speculation, as candidates may be filtered out.
+        search_timeout_s: maximum seconds of a search; by default the retriever's own, 60 for another retriever.
         chunk_reuse: chunk reuse: whether, and with which settings; approximate. ``None`` leaves it to the LLM.
         ttft_slo: target time to first token, in seconds from asking the LLM; see :class:`RAGCacheLLM`.
 
     Raises:
         ConfigError: ``retriever`` or ``llm`` is not one; ``search_timeout_s`` is not above 0; ``chunk_reuse`` or
-            ``ttft_slo`` is not what it may be, or of another LLM.
+            ``ttft_slo`` is invalid, or the LLM does not support it.
     """
 
     def __init__(
@@ -146,17 +145,17 @@ class RAGCacheQueryEngine(BaseQueryEngine):
 
     @property
     def retriever(self) -> BaseRetriever:
-        """What finds the nodes."""
+        """The retriever."""
         return self._retriever
 
     @property
     def llm(self) -> LLM:
-        """What answers."""
+        """The LLM."""
         return self._llm
 
     @property
     def layout(self) -> PromptLayout:
-        """How the prompt is laid out."""
+        """The prompt layout."""
         return self._layout
 
     def _get_prompt_modules(self) -> PromptMixinType:
@@ -214,7 +213,7 @@ class RAGCacheQueryEngine(BaseQueryEngine):
     def _synthesis(
         self, query_bundle: QueryType, nodes: Sequence[NodeWithScore]
     ) -> Iterator[tuple[list[ChatMessage], Callable[[RESPONSE_TYPE], RESPONSE_TYPE]]]:
-        """Publish that a synthesis begins; yield its messages, and what publishes its response and returns it."""
+        """Publish the start of a synthesis; yield its messages, and a function that publishes its response."""
         query = QueryBundle(query_bundle) if isinstance(query_bundle, str) else query_bundle
 
         def ended(response: RESPONSE_TYPE) -> RESPONSE_TYPE:
@@ -274,7 +273,7 @@ class RAGCacheQueryEngine(BaseQueryEngine):
         )
 
     def _new_query(self, query: QueryBundle) -> _Query:
-        """Return the query for a search during which the retriever does what it does alone."""
+        """Return the query for a search that the retriever overlaps by itself."""
         why = "what is read is known after the post-processors only, see speculate_postprocessed"
         return _Query(
             query,
@@ -284,7 +283,7 @@ class RAGCacheQueryEngine(BaseQueryEngine):
         )
 
     def _prompt_of(self, engine: EngineClient) -> Callable[[], BoundPrompt]:
-        """Return what gives the prompt as ``engine`` tokenises it, made when it is first asked for."""
+        """Return a function that makes the prompt bound to ``engine`` at its first call."""
 
         def bound() -> BoundPrompt:
             if self._bound is None:
@@ -332,26 +331,26 @@ class RAGCacheQueryEngine(BaseQueryEngine):
 
 
 class _Query(QuestionSession[NodeWithScore], AbstractContextManager["_Query"]):
-    """One query: who asks ahead for its answer, and what the search for it came to.
+    """One query: its speculation, and the result of its search.
 
     Leaving it ends a speculation that no request took over, unless a stream does that at its end.
     """
 
     def __init__(self, query: QueryBundle, *engine: Any, **how: Any) -> None:
-        """``query`` is the question; the other arguments are those of the session."""
+        """Take ``query``, the question, and the arguments of the session."""
         super().__init__(query.query_str, *engine, **how)
         self.query = query
         self._ends_with_stream = False
         self._span_id = active_span_id.get()
 
     async def nodes_at_once(self, find: Callable[[], Awaitable[list[NodeWithScore]]]) -> list[NodeWithScore]:
-        """Return the nodes of a retriever of another make."""
+        """Return the nodes of another framework's retriever."""
         return await self.find_at_once(
             find, shown_documents, partial(publish, query=self.question, span_id=active_span_id.get())
         )
 
     def reported(self, response: _Response) -> _Response:
-        """Return the response with the report of the search; a stream settles it, and the speculation, when it ends."""
+        """Return the response with the search's report; a stream completes it, and ends the speculation, at its end."""
         metadata = self._report(response)
         if isinstance(response, StreamingResponse):
             tokens = self._ended_with(response.response_gen, metadata)
@@ -360,7 +359,7 @@ class _Query(QuestionSession[NodeWithScore], AbstractContextManager["_Query"]):
         return response
 
     async def areported(self, response: _Response) -> _Response:
-        """Return the response with the report of the search; a stream settles it, and the speculation, when it ends."""
+        """Return the response with the search's report; a stream completes it, and ends the speculation, at its end."""
         metadata = self._report(response)
         if isinstance(response, AsyncStreamingResponse):
             tokens = self._aended_with(response.response_gen, metadata)

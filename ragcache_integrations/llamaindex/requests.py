@@ -1,8 +1,8 @@
-"""A request of the LLM: the streams that it opens, what is measured of its answer, and where its statistics go.
+"""A request of the LLM: its streams, the measurements of its answer, and its statistics.
 
 Importing this module is enough for the statistics of a response's requests to be in its metadata, in every query
-engine. LlamaIndex's synthesizers return the text of an answer alone. Their events say when a synthesis begins and ends;
-the requests made between the two belong to its response.
+engine. LlamaIndex's synthesizers return only the text of an answer. Their events mark the begin and end of a synthesis;
+requests between the two belong to its response.
 
 LlamaIndex's streaming generators keep the stream of the ``openai`` package in a local variable, and that stream refers
 to itself. Left to the garbage collector, a request keeps running in the engine for an unknown time.
@@ -43,7 +43,7 @@ _Response = TypeVar("_Response", ChatResponse, CompletionResponse)
 
 
 class MeasuredRequest(MeasuredCall):
-    """One request; ``body`` is what it adds to what LlamaIndex sends. Made in the span that the request belongs to."""
+    """One request; ``body`` is added to LlamaIndex's. Create it in the request's instrumentation span."""
 
     def __init__(self, engine: EngineClient, plan: RequestPlan, body: dict[str, Any], model: str) -> None:
         super().__init__(engine, plan)
@@ -88,7 +88,7 @@ class MeasuredRequest(MeasuredCall):
             self.note_tool_calls(partial(self._sent_back, response.message))
 
     def _sent_back(self, message: ChatMessage) -> dict[str, Any]:
-        """Return a message as the next request of its chat holds it."""
+        """Return a message as the chat's next request contains it."""
         sent: Any = to_openai_message_dicts([message], model=self._model)
         return dict(sent[0])
 
@@ -103,14 +103,14 @@ class MeasuredRequest(MeasuredCall):
         return response
 
     def _is_end(self, response: _Response) -> bool:
-        """Return whether a response of a stream is its last one; note the time of the first token."""
+        """Return whether a stream's response is the last one; record the time of the first token."""
         if _has_token(response):
             self.note_token()
         return getattr(response.raw, "usage", None) is not None and not getattr(response.raw, "choices", None)
 
 
 def _end_after(last: _Response) -> _Response:
-    """Return one more response, for the statistics, where the server ended a stream without token counts."""
+    """Return one more response for the statistics, if the server ended a stream without token counts."""
     end = last.model_copy(deep=True)
     end.delta = ""
     return end
@@ -137,26 +137,26 @@ def _has_token(response: ChatResponse | CompletionResponse) -> bool:
 
 
 class OpenStreams:
-    """The streams that one request has opened."""
+    """The streams opened by one request."""
 
     def __init__(self) -> None:
         self._streams: list[Any] = []
 
     def watch(self, client: OpenAI) -> SimpleNamespace:
-        """Return what LlamaIndex uses of ``client``; streams that it opens are remembered."""
+        """Return a proxy of ``client`` that records the streams it opens."""
         return _client(client, self._remembering)
 
     def awatch(self, client: AsyncOpenAI) -> SimpleNamespace:
-        """Return what LlamaIndex uses of ``client``; streams that it opens are remembered."""
+        """Return a proxy of ``client`` that records the streams it opens."""
         return _client(client, self._aremembering)
 
     def close(self) -> None:
-        """Close the streams; a request that still runs is cancelled. Closing twice is fine."""
+        """Close the streams, which cancels a running request. Idempotent."""
         while self._streams:
             self._streams.pop().close()
 
     async def aclose(self) -> None:
-        """Close the streams; a request that still runs is cancelled. Closing twice is fine."""
+        """Close the streams, which cancels a running request. Idempotent."""
         while self._streams:
             await self._streams.pop().close()
 
@@ -182,7 +182,7 @@ class OpenStreams:
 
 
 def one_call_each(chunk: Any) -> Iterator[Any]:
-    """Yield a chunk as chunks with at most one tool call delta; the text is in the first, the finish in the last.
+    """Yield a chunk as several with at most one tool call delta each; text in the first, finish in the last.
 
     A chunk of another answer than the first (``n`` above 1) is left out: LlamaIndex would read both as one text.
     """
@@ -217,7 +217,7 @@ _SUMMED_TIMES = ("total_s", "queue_s")
 
 
 class ResponseStats:
-    """The statistics of the requests of one synthesis, summed."""
+    """The summed statistics of the requests of one synthesis."""
 
     def __init__(self, span_id: str | None, outer: ResponseStats | None) -> None:
         self.span_id = span_id
@@ -226,7 +226,7 @@ class ResponseStats:
         self._metadata: dict[str, Any] | None = None
 
     def add(self, stats: Mapping[str, Any]) -> None:
-        """Add the statistics of a request; a stream's arrive after its response was returned."""
+        """Add the statistics of a request; those of a stream arrive after its response was returned."""
         self._stats = _sum_of(self._stats, stats)
         self._put()
 
@@ -274,12 +274,12 @@ _current: ContextVar[ResponseStats | None] = ContextVar("ragcache_response_stats
 
 
 def current_response() -> ResponseStats | None:
-    """Return where the statistics of a request made now belong; ``None`` outside of a synthesis."""
+    """Return the statistics to which a present request belongs; ``None`` outside of a synthesis."""
     return _current.get()
 
 
 def _sum_of(first: Mapping[str, Any], then: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the statistics of two requests as those of one; the time to the first token is the first one's."""
+    """Return the sum of two requests' statistics; the time to first token is the first one's."""
     joined = {**then, **first}
     for name, value in then.items():
         before = first.get(name)
@@ -293,7 +293,7 @@ def _sum_of(first: Mapping[str, Any], then: Mapping[str, Any]) -> dict[str, Any]
 
 
 class _SynthesisListener(BaseEventHandler):
-    """Follows syntheses; one may run inside another."""
+    """Tracks syntheses, which may be nested."""
 
     @classmethod
     def class_name(cls) -> str:

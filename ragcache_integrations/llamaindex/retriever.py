@@ -1,4 +1,4 @@
-"""The retriever: a search in stages, with an event for each, while which the engine works ahead."""
+"""The retriever: a staged search with an event per stage, overlapped with speculative requests."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ _OF_LLAMAINDEX = {"object_map", "objects", "verbose"}
 
 
 class RAGCacheRetriever(BaseRetriever):
-    """Retrieves the nearest nodes of a store, and names them to the engine.
+    """Retrieves the nearest nodes of a store, and records them for the engine.
 
     ::
 
@@ -83,15 +83,15 @@ class RAGCacheRetriever(BaseRetriever):
     query engine run after the search.
 
     Args:
-        store: a document store, a vector store over one, or any other source of stages.
+        store: a document store, a vector store over one, or another staged retriever.
         engine: the engine whose cache the documents are for.
         similarity_top_k: how many nodes to return.
         node_postprocessors: a reranker, or others that choose and change nodes; they may run more than once at a time.
         num_candidates: how many nodes they are given, by default 20.
-        stages: a number of stages, or increasing shares of the work as ``(0.1, 0.5, 1.0)``; by default what is worth
-            its time. A source of stages has its own.
+        stages: number of stages, or increasing shares of the work such as ``(0.1, 0.5, 1.0)``; by default chosen by the
+            duration of searches. Another staged retriever has its own.
         embed_model: the model that embedded the nodes.
-        filters: what the metadata of every node must be.
+        filters: conditions on the metadata of every node.
         mmr: chooses nodes that differ from each other, ``MMR(fetch_k=20, lambda_mult=0.5)``.
         prompt: the prompt that shows the documents; by default the one that the engine knows.
         document_order: ``canonical`` or ``cache_aware`` returns the nodes in an order with more cache hits.
@@ -104,12 +104,12 @@ class RAGCacheRetriever(BaseRetriever):
 
     Raises:
         ConfigError: ``similarity_top_k`` or ``search_timeout_s`` is not positive, there is no such ``document_order``,
-            ``store`` is nothing that can be searched in stages, or an ``embed_model``, ``filters`` or ``mmr`` are given
-            for one that takes none, or ``stages`` for one that has its own; a ``num_candidates`` below
-            ``similarity_top_k``, or without post-processors; a ``max_score_loss`` that is no share, or with
-            canonical order, MMR or post-processors; an argument that there is not.
-        SearchError: a filter on a field that no node has, or on a value of another kind than it has; a post-processor
-            returns something else than nodes.
+            ``store`` has no staged search, or does not support the given ``embed_model``, ``filters``, ``mmr`` or
+            ``stages``; a ``num_candidates`` below ``similarity_top_k``, or without post-processors; a
+            ``max_score_loss`` outside of 0 to 1, or with canonical order, MMR or post-processors; an unknown
+            argument.
+        SearchError: a filter on a field that no node has, or with a value of another kind; a post-processor that does
+            not return nodes.
         SearchTimeoutError: a search took longer than ``search_timeout_s``.
     """
 
@@ -171,7 +171,7 @@ class RAGCacheRetriever(BaseRetriever):
         self._overlap: SearchOverlap[StartSpeculation[NodeWithScore]] | None = None
 
     def overlapped(self, overlap: SearchOverlap[StartSpeculation[NodeWithScore]]) -> RAGCacheRetriever:
-        """Return this retriever for one search, during which the engine does what ``overlap`` says."""
+        """Return this retriever for one search that is overlapped by ``overlap``."""
         retriever = copy.copy(self)  # LlamaIndex's retrieve() takes the query and nothing else
         retriever._overlap = overlap
         return retriever
@@ -262,7 +262,7 @@ class RAGCacheRetriever(BaseRetriever):
 
 
 class _FoundNodes:
-    """A search's documents as nodes with the scores that were told so far."""
+    """A search's documents as nodes with their known scores."""
 
     def __init__(self, metric: Metric | None) -> None:
         self._metric = metric
@@ -273,7 +273,7 @@ class _FoundNodes:
         self._scores.update((d.doc_id, score) for d, score in reversed(scored) if not math.isnan(score))
 
     def changed(self, documents: Sequence[Document], nodes: Sequence[NodeWithScore]) -> Sequence[Document]:
-        """Return what became of documents as post-processors returned them; those that they left, as they were."""
+        """Return post-processed nodes as documents; unchanged ones stay the same objects."""
         if not isinstance(nodes, Sequence) or not all(isinstance(node, NodeWithScore) for node in nodes):
             raise SearchError(f"the post-processors returned {nodes!r:.80}: return a list of NodeWithScore")
         before = {node_from_document(d).node_id: (node_from_document(d), d) for d in documents}

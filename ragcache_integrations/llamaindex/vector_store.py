@@ -1,4 +1,4 @@
-"""The vector store: LlamaIndex's nodes in RAGCache's document store, on disk, searched by a staged Faiss index."""
+"""The vector store: LlamaIndex nodes in RAGCache's document store, on disk, with a staged Faiss index."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ from ragcache_integrations.rag.handles import HoldsHandles
 
 _SCAN_BATCH = 512
 _PREFETCH_FACTOR = 4
-"""What LlamaIndex's other stores fetch for MMR by default."""
+"""Default MMR prefetch factor of LlamaIndex's other stores."""
 _MMR_SETTINGS = {"mmr_prefetch_factor", "mmr_prefetch_k", "mmr_threshold"}
 
 
 class TfidfSvdEmbedding(BaseEmbedding):
-    """TF-IDF and a truncated SVD, fitted on ``texts``, for any index of LlamaIndex.
+    """TF-IDF and truncated SVD, fitted on ``texts``, as a LlamaIndex embedding for any index.
 
     ::
 
@@ -84,7 +84,7 @@ class TfidfSvdEmbedding(BaseEmbedding):
 
 
 class StagedFAISSVectorStore(HoldsHandles, BasePydanticVectorStore):
-    """Nodes with their embeddings in a folder; an ``add`` or ``delete`` that returned survives a crash.
+    """Nodes with their embeddings in a folder. ``add`` and ``delete`` are durable when they return.
 
     ::
 
@@ -93,19 +93,18 @@ class StagedFAISSVectorStore(HoldsHandles, BasePydanticVectorStore):
         ...
         index = VectorStoreIndex.from_vector_store(StagedFAISSVectorStore("docs.ragcache"))     # another day
 
-    Nodes come back whole, without their embeddings. Adding a node whose id is stored already replaces it. There is
-    nothing to persist: the store is its folder. A query returns fewer nodes than asked for only where fewer match.
+    Returned nodes are complete except for their embeddings. Adding a node whose id is stored replaces it. No call of
+    ``persist`` is needed, as the store is its folder. A query returns fewer nodes only if fewer match.
 
     Args:
-        store: an open store, which the caller closes; or the folder of one, which is made
-            where there is none.
+        store: an open store, which the caller closes; or a store's folder, created if missing.
         embedder: the embedding model, for queries in text (see ``RAGCacheRetriever``) and nodes without embeddings.
             Not needed where LlamaIndex embeds.
         **options: of a new store: ``index``, ``metric``, ``nlist``, ... of ``DocumentStore.create``. Similarities are
             inner products by default; with ``metric="l2"`` they are ``1 / (1 + squared distance)``.
 
     Raises:
-        StoreError: the folder cannot be used. ConfigError: options that a store that exists was not made with.
+        StoreError: the folder cannot be used. ConfigError: options that differ from those of an existing store.
     """
 
     stores_text: bool = True
@@ -136,15 +135,15 @@ class StagedFAISSVectorStore(HoldsHandles, BasePydanticVectorStore):
         return self._store
 
     def close(self) -> None:
-        """Save the index and let others write; a store that was given stays open."""
+        """Save the index and release the lock; a store that was passed in stays open."""
         if self._owns_store:
             self._store.close()
 
     def add(self, nodes: Sequence[BaseNode], **kwargs: Any) -> list[str]:
-        """Store nodes and return their ids; a node whose id is there already is replaced.
+        """Store nodes and return their ids; a node with a stored id is replaced.
 
         Nodes without embeddings are embedded by the store, if it was made with an embedder. Nodes without text are not
-        stored, which a warning says; their ids are returned in their places.
+        stored, with a warning; their ids are still returned.
 
         Raises:
             ValueError: some nodes have embeddings and some have none. DocumentError: metadata that is not JSON.
@@ -163,7 +162,7 @@ class StagedFAISSVectorStore(HoldsHandles, BasePydanticVectorStore):
         return await asyncio.to_thread(self.add, nodes, **kwargs)
 
     def delete(self, ref_doc_id: str, **delete_kwargs: Any) -> None:
-        """Remove the nodes that were made from the document ``ref_doc_id``, if there are any."""
+        """Delete the nodes of the document ``ref_doc_id``."""
         self._delete_where(lambda document: source_of(document) == ref_doc_id)
 
     async def adelete(self, ref_doc_id: str, **delete_kwargs: Any) -> None:
@@ -175,7 +174,7 @@ class StagedFAISSVectorStore(HoldsHandles, BasePydanticVectorStore):
         filters: MetadataFilters | None = None,
         **delete_kwargs: Any,
     ) -> None:
-        """Remove the nodes that have one of the ids, if any are given, and pass the filters."""
+        """Delete the nodes with one of the ids (if given) that pass the filters."""
         self._delete_where(_accepts(filters), node_ids)
 
     async def adelete_nodes(
@@ -187,14 +186,14 @@ class StagedFAISSVectorStore(HoldsHandles, BasePydanticVectorStore):
         await asyncio.to_thread(self.delete_nodes, node_ids, filters, **delete_kwargs)
 
     def clear(self) -> None:
-        """Remove every node."""
+        """Delete all nodes."""
         self._store.delete(self._store.ids(), missing_ok=True)
 
     async def aclear(self) -> None:
         await asyncio.to_thread(self.clear)
 
     def get_nodes(self, node_ids: list[str] | None = None, filters: MetadataFilters | None = None) -> list[BaseNode]:
-        """Return the nodes that have one of the ids, if any are given, and pass the filters."""
+        """Return the nodes with one of the ids (if given) that pass the filters."""
         passes = _accepts(filters)
         return [node_from_document(document) for document in self._documents(node_ids) if passes(document)]
 
@@ -204,15 +203,15 @@ class StagedFAISSVectorStore(HoldsHandles, BasePydanticVectorStore):
         return await asyncio.to_thread(self.get_nodes, node_ids, filters)
 
     def query(self, query: VectorStoreQuery, **kwargs: Any) -> VectorStoreQueryResult:
-        """Return the nearest nodes, best first, of those that pass the query's filters.
+        """Return the nearest nodes that pass the query's filters, best first.
 
-        In the mode ``mmr`` the nodes differ from each other: of ``mmr_prefetch_k`` nodes, or ``mmr_prefetch_factor``
-        times those asked for (4), those are chosen that are near to the query and far from each other, by
-        ``mmr_threshold`` (0.5; 1 counts the query alone).
+        The mode ``mmr`` returns nodes by maximal marginal relevance: from ``mmr_prefetch_k`` nodes, or
+        ``mmr_prefetch_factor`` (4) times the requested number, it chooses those near to the query and far from each
+        other, weighted by ``mmr_threshold`` (0.5; 1 uses the query only).
 
         Raises:
-            SearchError: a mode that is neither the default nor ``mmr``, no vector where the store cannot embed text, or
-                a filter on what no node has.
+            SearchError: a mode other than the default and ``mmr``, a missing vector if the store has no embedder, or a
+                filter on a field that no node has.
             ConfigError: other ``kwargs``, which are ``vector_store_kwargs`` of a retriever: they would be without
                 effect; a filter or a number that cannot work.
         """
@@ -228,7 +227,7 @@ class StagedFAISSVectorStore(HoldsHandles, BasePydanticVectorStore):
             return _result([], [])
 
     async def aquery(self, query: VectorStoreQuery, **kwargs: Any) -> VectorStoreQueryResult:
-        """Return what :meth:`query` returns. Cancelling it stops the search."""
+        """Do :meth:`query` without blocking. Cancellation stops the search."""
         mmr = _mmr(query, kwargs)
         if (k := query.similarity_top_k) < 1:
             return _result([], [])
@@ -270,7 +269,7 @@ def _result(nodes: list[BaseNode], found: list[float]) -> VectorStoreQueryResult
 
 
 def _mmr(query: VectorStoreQuery, asked: Mapping[str, Any]) -> MMR | None:
-    """Return how different the nodes shall be; ``None`` in the default mode."""
+    """Return the MMR settings of a query; ``None`` in the default mode."""
     is_mmr = query.mode == VectorStoreQueryMode.MMR
     if unknown := asked.keys() - (_MMR_SETTINGS if is_mmr else set()):
         raise ConfigError(
@@ -288,7 +287,7 @@ def _mmr(query: VectorStoreQuery, asked: Mapping[str, Any]) -> MMR | None:
 
 
 def _where(query: VectorStoreQuery) -> Where | Callable[[Document], bool] | None:
-    """Return which documents the query allows; ``None`` for all. Empty lists of ids are LlamaIndex's "any"."""
+    """Return the filter expression of a query; ``None`` for all. LlamaIndex's empty id lists mean any."""
     node_ids, sources = set(query.node_ids or ()), set(query.doc_ids or ())
     if not (node_ids or sources):
         return where_of(query.filters)
@@ -301,6 +300,6 @@ def _where(query: VectorStoreQuery) -> Where | Callable[[Document], bool] | None
 
 
 def _accepts(filters: MetadataFilters | None) -> Callable[[Document], bool]:
-    """Return what says of a stored node whether it passes ``filters``."""
+    """Return a function that tells whether a stored node passes ``filters``."""
     where = where_of(filters)
     return lambda document: where is None or matches(where, document.metadata)

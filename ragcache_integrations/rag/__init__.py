@@ -1,1 +1,1 @@
-"""The integrations' framework-neutral core: search, session, measured call, events. It imports no framework."""
+"""The framework-neutral part of the integrations: search, session, measured call, events."""

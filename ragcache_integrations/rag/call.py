@@ -1,4 +1,4 @@
-"""One request of a framework's model: its options, its plan, the times of its answer, and its statistics."""
+"""One request of a framework's model: options, plan, times and statistics."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ OPTIONS = ("chunk_reuse", "deduplicate", "ttft_slo")
 
 
 def check_option(name: str, value: Any) -> Any:
-    """Return the value of one of the ``OPTIONS``.
+    """Return the checked value of one of the ``OPTIONS``.
 
     Raises:
         ConfigError: it is not a possible value.
@@ -38,7 +38,7 @@ def check_option(name: str, value: Any) -> Any:
 
 
 def options_of(model: object, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the ``OPTIONS`` of a call: those in ``kwargs``, else the model's own.
+    """Return the ``OPTIONS`` of a call: from ``kwargs``, else the model's own.
 
     Raises:
         ConfigError: ``deduplicate`` is no bool.
@@ -54,7 +54,7 @@ def sent_settings(kwargs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def with_headers(settings: Mapping[str, Any], default_headers: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return the settings of a request with all headers that are sent: one may be another tenant's key."""
+    """Return the settings of a request with all sent headers; one may be another tenant's key."""
     headers = {**(default_headers or {}), **(settings.get("extra_headers") or {})}
     return {**settings, **({"extra_headers": headers} if headers else {})}
 
@@ -95,7 +95,7 @@ def plan_chat(
 
 
 class MeasuredCall:
-    """One request: its plan, and what is measured of its answer.
+    """One request: its plan, and the measurements of its answer.
 
     The clock starts when the call is made, or at :meth:`start_clock`.
     """
@@ -107,26 +107,26 @@ class MeasuredCall:
         self._started_s = time.perf_counter()
 
     def start_clock(self) -> None:
-        """Start the clock again: a stream is requested when it is read."""
+        """Restart the clock, as a stream sends its request when it is read."""
         self._started_s = time.perf_counter()
 
     def note_token(self) -> None:
-        """Note the time of the first token; later ones change nothing."""
+        """Record the time of the first token; later calls change nothing."""
         if self.ttft_s is None:
             self.ttft_s = time.perf_counter() - self._started_s
 
     def note_tool_calls(self, as_sent: Callable[[], dict[str, Any]]) -> None:
-        """Tell the engine what an agent waits for; ``as_sent`` gives the message as the chat's next request has it."""
+        """Report the tool calls for which an agent waits; ``as_sent`` gives the message as the next request has it."""
         self.engine.integration.prompts.note_answer(self.plan, as_sent)
 
     def measured(self, usage: Mapping[str, Any] | None) -> RequestStats:
-        """Return what was measured up to now; ``usage`` is the OpenAI protocol's, as the server sent it."""
+        """Return the present measurements; ``usage`` is the server's, in the OpenAI protocol."""
         return self.plan.stats(usage, ttft_s=self.ttft_s, total_s=time.perf_counter() - self._started_s)
 
     def complete(self, usage: Mapping[str, Any] | None, response_id: str | None) -> RequestStats:
-        """Return the statistics of the answered request, with the engine's own."""
+        """Return the statistics of the answered request, including the engine's."""
         return self.engine.integration.stats.complete(self.measured(usage), response_id, self.plan.doc_ids)
 
     async def acomplete(self, usage: Mapping[str, Any] | None, response_id: str | None) -> RequestStats:
-        """Return the statistics of the answered request, with the engine's own."""
+        """Return the statistics of the answered request, including the engine's."""
         return await self.engine.integration.stats.acomplete(self.measured(usage), response_id, self.plan.doc_ids)

@@ -1,4 +1,4 @@
-"""What the events of both frameworks say of a search."""
+"""The search fields of both frameworks' events."""
 
 from __future__ import annotations
 
@@ -13,5 +13,5 @@ if TYPE_CHECKING:
 
 
 def similarities_of(event: PipelineEvent, metric: Metric | None) -> list[float]:
-    """Return the known scores of a stage as similarities, which are larger for nearer documents."""
+    """Return the known scores of a stage as similarities; larger is nearer."""
     return similarities([float(score) for score in event.scores if not math.isnan(score)], metric)

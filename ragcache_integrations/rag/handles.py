@@ -1,4 +1,4 @@
-"""What the objects of both frameworks hold: an engine, connections, a store."""
+"""Handles in both frameworks' objects: engine, connections, store."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ragcache_core.errors import ConfigError, quoted
 
 
 def check_engine(engine: object, address: str = "") -> None:
-    """Refuse what is not an engine.
+    """Reject a value that is no engine.
 
     Args:
         engine: what the caller passed as ``engine=``; ``None`` is no engine, which is allowed.
@@ -25,14 +25,14 @@ def check_engine(engine: object, address: str = "") -> None:
 
 
 class Connections:
-    """The connections of a model without an engine, which its copies share."""
+    """The connections of a model without an engine, shared by its copies."""
 
     def __init__(self) -> None:
         self._engines: dict[tuple[object, ...], EngineClient] = {}
         self._lock = threading.Lock()
 
     def open(self, url: str, **settings: Any) -> EngineClient:
-        """Return the connection with these settings of ``Engine.connect``, and make it at the first call."""
+        """Return the connection with these settings of ``Engine.connect``, opened at the first call."""
         with self._lock:
             key = (url, *settings.items())
             if key not in self._engines:
@@ -40,7 +40,7 @@ class Connections:
             return self._engines[key]
 
     def close(self) -> None:
-        """Close every connection, also those that copies of the model use."""
+        """Close every connection, including those that copies of the model use."""
         with self._lock:
             engines = [*self._engines.values()]
         for engine in engines:
@@ -48,7 +48,7 @@ class Connections:
 
 
 class HoldsHandles:
-    """Refuses to be deep-copied and pickled; a shallow copy shares the engine and the store."""
+    """Cannot be deep-copied or pickled; a shallow copy shares engine and store."""
 
     def __getstate__(self) -> Any:
         raise TypeError(

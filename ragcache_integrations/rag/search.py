@@ -1,4 +1,4 @@
-"""One staged search of a retriever, during which the engine works ahead: the same for every framework."""
+"""One overlapped, staged search of a retriever, for every framework."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ Shown = TypeVar("Shown")
 """A framework's type of retrieved documents."""
 
 StartSpeculation = Callable[[list[Shown]], Callable[[], Speculation] | None]
-"""Returns what sends the request that follows from a stage's documents; ``None`` if nothing can be sent."""
+"""Returns a callable that sends the speculative request for a stage's documents; ``None`` if none can be sent."""
 
 Listener = Callable[[PipelineEvent], Awaitable[None] | None]
 
 
 @dataclass(frozen=True, slots=True)
 class DocumentView(Generic[Shown]):
-    """The documents of a search as a framework's, and those as the text that the model reads."""
+    """Converts a search's documents to a framework's, and to the text that the model reads."""
 
     show: Callable[[Sequence[Document]], list[Shown]]
     read: Callable[[Sequence[Shown]], list[Document]]
@@ -39,7 +39,7 @@ class DocumentView(Generic[Shown]):
 
 @dataclass(frozen=True, slots=True)
 class SearchOptions:
-    """Settings of a retriever that are the same in every framework; see the retrievers."""
+    """Retriever settings that all frameworks share; see the retrievers."""
 
     document_order: DocumentOrder
     keep_first: bool
@@ -48,13 +48,13 @@ class SearchOptions:
     speculate: bool
 
     def order_key(self) -> tuple[object, ...]:
-        """Return the settings that decide how early the stages of a search are right."""
+        """Return the settings on which the stages' stability depends."""
         return (self.document_order, self.keep_first, self.max_score_loss)
 
 
 @dataclass(frozen=True, slots=True)
 class Rerank:
-    """The last stage of a search, if it reranks: the reranker, and how many candidates it is given."""
+    """A reranker as the last stage of a search, and its number of candidates."""
 
     reranking: Reranking
     num_candidates: int | None
@@ -98,7 +98,7 @@ class RetrieverSearch(Generic[Shown]):
     async def run(
         self, on_event: Listener, overlap: SearchOverlap[StartSpeculation[Shown]] | None = None
     ) -> list[Shown]:
-        """Return the documents in the order of the prompt; the engines are told that they were retrieved.
+        """Return the documents in prompt order, and record them for the engines.
 
         Args:
             on_event: called with each stage and each speculation.
@@ -193,7 +193,7 @@ class RetrieverSearch(Generic[Shown]):
 
 @dataclass(frozen=True, slots=True)
 class _Ahead(Generic[Shown]):
-    """Asks the engine with a stage's documents as the framework's."""
+    """Makes speculative requests from a stage's documents, as the framework's."""
 
     view: DocumentView[Shown]
     start_speculation: StartSpeculation[Shown]
@@ -203,5 +203,5 @@ class _Ahead(Generic[Shown]):
 
 
 def history_of(source: object, *settings: object, default: SourceHistory) -> SourceHistory:
-    """Return what earlier searches of ``source`` with these settings taught; ``default`` if it has no name."""
+    """Return the history of ``source`` with these settings; ``default`` if it has no name."""
     return HISTORIES.of(source, settings, default=default)

@@ -1,4 +1,4 @@
-"""One question on its way to an answer: the speculation for it, and the report of its search."""
+"""One question: its speculation, and the report of its search."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ragcache_integrations.rag.search import Listener, Shown, StartSpeculation
 
 
 class QuestionSession(SearchSession, Generic[Shown]):
-    """A search whose documents one request of the model answers from.
+    """A search from whose documents one request answers.
 
     Args:
         question: the question.
@@ -48,7 +48,7 @@ class QuestionSession(SearchSession, Generic[Shown]):
         read: Callable[[Sequence[Shown]], Sequence[Document]],
         on_event: Listener,
     ) -> list[Shown]:
-        """Return the documents of a retriever of another type, each once; ``read`` gives their text."""
+        """Return the documents of another retriever, each once; ``read`` gives their text."""
         overlap = self.overlap
         return await self.search_at_once(
             find, read, on_event, timeout_s=overlap.timeout_s, skipped_because=overlap.skipped_because

@@ -29,6 +29,8 @@ from typing import Any
 import click
 import requests
 
+from tests.deployment.chart import objects, values_of
+
 ROOT = Path(__file__).resolve().parents[2]
 DEPLOYMENT = ROOT / "examples" / "deployment"
 URL = "http://127.0.0.1:8000"
@@ -73,8 +75,12 @@ class Built:
         return [*self.config.get("Env", ())]
 
     @property
+    def entrypoint(self) -> list[str]:
+        return [*(self.config.get("Entrypoint") or ())]
+
+    @property
     def command(self) -> list[str]:
-        return [*(self.config.get("Entrypoint") or ()), *(self.config.get("Cmd") or ())]
+        return [*self.entrypoint, *(self.config.get("Cmd") or ())]
 
     @property
     def volume(self) -> str:
@@ -83,15 +89,21 @@ class Built:
 
 
 class Builder:
-    """buildah with a storage of its own below a folder. :meth:`close` leaves the base and downloaded packages there."""
+    """buildah with a storage of its own below a folder. :meth:`close` leaves the base and downloaded packages there.
 
-    def __init__(self, folder: Path) -> None:
+    Args:
+        folder: holds the storage.
+        keeps_layers: whether :meth:`close` leaves a build's layers as well, for a shorter next one.
+    """
+
+    def __init__(self, folder: Path, *, keeps_layers: bool = False) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
         driver = "overlay" if can_overlay(folder) else "vfs"
         storage = ["--root", str(folder / "storage"), "--runroot", str(folder / "run"), "--storage-driver", driver]
         self._buildah = ["buildah", *storage]
         self._environment = {**os.environ, "TMPDIR": str(folder / "tmp")}
+        self._keeps_layers = keeps_layers
         self._tags: list[str] = []
         (folder / "tmp").mkdir(exist_ok=True)
 
@@ -170,13 +182,25 @@ class Builder:
         facts = json.loads(self("inspect", "--type", "image", tag))
         return Built(Path(self("mount", container)), facts["OCIv1"]["config"])
 
+    def size(self, tag: str) -> str:
+        """Return how large an image is, with its base."""
+        return self("images", "--format", "{{.Size}}", tag)
+
     def close(self) -> None:
-        """Remove containers and images, but for the base, and unmount the storage."""
-        with suppress(subprocess.CalledProcessError):
-            self("rm", "--all")
-            if self._tags:
-                self("rmi", "--force", *self._tags)
+        """Remove containers and images, but for the base, and unmount the storage. A signal does not cut it short."""
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)
+        removals = [["rm", "--all"]]
+        if self._tags:
+            removals.append(["rmi", "--force", *self._tags])
+        if not self._keeps_layers:
+            removals.append(["rmi", "--prune", "--force"])
+        for removal in removals:
+            with suppress(subprocess.CalledProcessError):  # each removes what it can
+                self(*removal)
         subprocess.run(["umount", self.folder / "storage" / "overlay"], stderr=subprocess.DEVNULL, check=False)
+        left = [path for path in (self.folder / "tmp").iterdir() if not path.name.startswith("buildah-cache")]
+        subprocess.run(["rm", "--recursive", "--force", "--one-file-system", "--", *left], check=False)
 
 
 def can_overlay(folder: Path) -> bool:
@@ -223,10 +247,10 @@ def inside(built: Built, volume: Path, command: Sequence[str], *variables: str) 
 
 
 @contextmanager
-def started(built: Built, volume: Path, log: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """Run an image's own command in a container."""
-    command, environment = inside(built, volume, built.command, f"RAGCACHE_API_KEY={KEY}", "HF_HUB_OFFLINE=1")
-    with log.open("wb") as output, subprocess.Popen(command, env=environment, stdout=output, stderr=output) as process:
+def started(built: Built, volume: Path, log: Path, command: Sequence[str]) -> Iterator[subprocess.Popen[bytes]]:
+    """Run a command of an image in a container."""
+    run, environment = inside(built, volume, command, f"RAGCACHE_API_KEY={KEY}", "HF_HUB_OFFLINE=1")
+    with log.open("wb") as output, subprocess.Popen(run, env=environment, stdout=output, stderr=output) as process:
         try:
             yield process
         finally:
@@ -253,24 +277,47 @@ def check(built: Built, folder: Path) -> None:
     assert {"org.opencontainers.image.version", "org.opencontainers.image.revision"} <= labels.keys(), labels
     volume = Path(tempfile.mkdtemp(dir=folder, prefix="volume-"))
     shutil.chown(volume, int(built.user), int(built.user))
+    of_chart = [*built.entrypoint, *chart_arguments()]
     try:
-        starts_s = [serve_once(built, volume, folder / f"start-{number}.log") for number in (1, 2)]
+        starts_s = [serve_once(built, volume, folder / f"start-{number}.log", built.command) for number in (1, 2)]
         print(f"image-check: ready after {starts_s[0]:.0f} s, with the caches of its volume after {starts_s[1]:.0f} s")
         assert any(Path(volume, "compiled").rglob("*")), "nothing compiled is on the volume"
+        for number, has_kv in ((3, False), (4, True)):
+            serve_once(built, volume, folder / f"start-{number}.log", of_chart, disk_has_kv=has_kv)
+        print("image-check: the chart's arguments start it, and a second start finds what the disk tier holds")
     finally:
         shutil.rmtree(volume)
 
 
-def serve_once(built: Built, volume: Path, log: Path) -> float:
-    """Start a container, ask its routes and commands, and end it; return the seconds until it was ready."""
+def chart_arguments() -> list[str]:
+    """Return the arguments that the chart gives the engine's container for the demo without a GPU."""
+    (engine,) = (each for each in objects(values_of("cpu-demo")) if each["kind"] == "StatefulSet")
+    arguments: list[str] = engine["spec"]["template"]["spec"]["containers"][0]["args"]
+    return arguments
+
+
+def disk_blocks() -> int:
+    """Return how many blocks the container's disk tier has, 0 without one."""
+    stats = requests.get(f"{URL}/v1/ragcache/stats", headers={"Authorization": f"Bearer {KEY}"}, timeout=60).json()
+    return sum(int(tier["num_blocks"]) for tier in stats["tiers"] if tier["name"] == "disk")
+
+
+def serve_once(
+    built: Built, volume: Path, log: Path, command: Sequence[str], *, disk_has_kv: bool | None = None
+) -> float:
+    """Start a container, ask its routes and commands, and end it; return the seconds until it was ready.
+
+    ``disk_has_kv`` says whether its disk tier has blocks before the first request; with ``None`` it has no such tier.
+    """
     began_s = time.monotonic()
-    with started(built, volume, log) as process:
+    with started(built, volume, log, command) as process:
         said = lambda: log.read_text("utf-8", "replace")[-3000:]  # noqa: E731
         while status("/ready") != 200:
             assert process.poll() is None, said()
             assert time.monotonic() < began_s + STARTUP_S, said()
             time.sleep(0.5)  # a poll: a container says nothing when it is ready
         duration_s = time.monotonic() - began_s
+        assert (disk_blocks() > 0) is bool(disk_has_kv), "blocks of the disk tier before the first request"
         assert status("/health") == 200
         assert status("/v1/completions", json={}) == 401, "it answers without a key"
         key = {"Authorization": f"Bearer {KEY}"}
@@ -281,7 +328,10 @@ def serve_once(built: Built, volume: Path, log: Path) -> float:
         server = int(subprocess.check_output(["pgrep", "--parent", str(process.pid)], text=True))
         os.kill(server, signal.SIGTERM)
         process.wait(60)
-        assert "ragcache: stopping" in log.read_text("utf-8", "replace"), "the log is not on standard output"
+        assert process.returncode == 0, said()
+        assert "stopping: running requests have" in log.read_text("utf-8", "replace"), (
+            "the log is not on standard output"
+        )
     return duration_s
 
 
@@ -313,7 +363,7 @@ def output(built: Built, folder: Path, command: Sequence[str]) -> str:
 
 def inventory(built: Built, folder: Path) -> Path:
     """Write the packages of an image as CycloneDX, and return the file."""
-    packages = output(built, folder, ["python3", "-m", "pip", "list", "--format", "freeze"])
+    packages = output(built, folder, ["python3", "-m", "pip", "--no-cache-dir", "list", "--format", "freeze"])
     path = folder / "sbom.cdx.json"
     command = [sys.executable, "-m", "cyclonedx_py", "requirements", "--output-file", str(path), "-"]
     subprocess.run(command, input=packages, text=True, check=True)
@@ -337,8 +387,9 @@ def check_bases(*, is_release: bool) -> None:
 @click.option("--folder", type=click.Path(path_type=Path), default=ROOT / "build" / "images", show_default=True)
 @click.option("--base", help="An image in this folder's storage to build upon. [default: one that debootstrap makes]")
 @click.option("--torch-index", default="", help="An index with PyTorch's builds for the CPU. [default: pip's own]")
+@click.option("--keep-layers", is_flag=True, help="Keep what was built, 8 GB, so that the next build is a short one.")
 @click.option("--release", is_flag=True, help="Reject base images without a digest.")
-def main(folder: Path, base: str | None, torch_index: str, release: bool) -> None:
+def main(folder: Path, base: str | None, torch_index: str, keep_layers: bool, release: bool) -> None:
     """Build the images of examples/deployment; start and ask what does not need a GPU."""
     check_bases(is_release=release)
     if missing := [each for each in ("buildah", "debootstrap", "unshare", "setpriv") if shutil.which(each) is None]:
@@ -349,14 +400,15 @@ def main(folder: Path, base: str | None, torch_index: str, release: bool) -> Non
     if (free_gib := shutil.disk_usage(folder).free >> 30) < WANTED_GIB:
         print(f"ragcache: warning: {folder} has {free_gib} GiB free, images may take {WANTED_GIB}", file=sys.stderr)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what is mounted is unmounted
-    builder = Builder(folder.resolve())
+    builder = Builder(folder.resolve(), keeps_layers=keep_layers)
     index = ("--build-arg", f"TORCH_INDEX={torch_index}")
     cpu, cuda = DEPLOYMENT / "Dockerfile.cpu", DEPLOYMENT / "Dockerfile"
     try:
         base = base or builder.base(f"localhost/ragcache-base:{sha256(BASE_PACKAGES.encode()).hexdigest()[:12]}")
         began_s = time.monotonic()
         image = builder.mounted(builder.build(cpu, "localhost/ragcache-cpu:check", base, *index))
-        print(f"image-check: built {cpu.name} in {time.monotonic() - began_s:.0f} s", flush=True)
+        took_s, size = time.monotonic() - began_s, builder.size("localhost/ragcache-cpu:check")
+        print(f"image-check: built {cpu.name} in {took_s:.0f} s: {size}", flush=True)
         check(image, folder)
         inventory(image, folder)
         vllm = builder.as_base("localhost/ragcache-cpu:check", "localhost/vllm-cpu:check")

@@ -34,13 +34,17 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "model": {"source": "loader", "loader": {"image": "registry.example/loader:1", "command": ["fill", "/models"]}},
         "warm": {"mode": "sidecar"},
     },
-    "job": {"warm": {"mode": "job"}, "auth": {"tenants": {"secret": "tenants"}}},
+    "job": {
+        "warm": {"mode": "job"},
+        "auth": {"tenants": {"secret": "tenants"}},
+        "networkPolicy": {"enabled": True, "clients": [{"matchLabels": {"app": "my-application"}}]},
+    },
     "several-gpus": {"engine": {"gpus": 2, "vllmArgs": ["--max-model-len", "8192"], "args": ["--policy", "pgdsf"]}},
     "hpa": {
         "model": {"source": "hub", "hub": {"name": "org/model"}},
         "autoscaling": {"kind": "hpa", "min": 2, "max": 4},
         "tiers": {"disk": {"GiB": 0}, "shared": {"url": "s3://bucket/kv", "s3": {"secret": "bucket"}}},
-        "networkPolicy": {"enabled": True},
+        "networkPolicy": {"enabled": True, "egress": [{"ports": [{"port": 443}]}]},
     },
     "scale-to-zero": {"autoscaling": {"kind": "keda", "min": 0, "max": 1, "workingHours": WORKING_HOURS}},
 }  # fmt: skip
@@ -203,6 +207,14 @@ def test_a_limit_of_the_shared_store_reaches_every_replica() -> None:
     assert "--shared-bytes" not in plain["spec"]["containers"][0]["args"]
 
 
+def test_a_network_policy_lets_the_job_that_warms_in() -> None:
+    made = list(objects(VARIANTS["job"]))
+    (policy,), (job,) = of_kind(made, "NetworkPolicy"), of_kind(made, "Job")
+    allowed = [peer["podSelector"]["matchLabels"] for peer in policy["spec"]["ingress"][0]["from"]]
+    labels = job["spec"]["template"]["metadata"]["labels"]
+    assert any(selector.items() <= labels.items() for selector in allowed)
+
+
 def test_rules_are_those_of_the_monitoring_example(made: list[dict[str, Any]]) -> None:
     ours = yaml.safe_load((DEPLOYMENT.parent / "monitoring" / "ragcache-rules.yml").read_text(encoding="utf-8"))
     for rules in of_kind(made, "PrometheusRule"):
@@ -280,6 +292,22 @@ def test_plain_manifests_are_what_the_chart_makes() -> None:
         ({"auth": {"tenants": {"secret": "tenants"}}, "monitoring": {"serviceMonitor": {"enabled": True}}}, "token"),
         ({"autoscaling": {"kind": "hpa", "min": 3, "max": 1}}, "autoscaling.max"),
         ({"autoscaling": {"kind": "hpa", "min": 0, "max": 1}}, "workingHours"),
+        ({"autoscaling": {"kind": "hpa", "max": 1, "workingHours": WORKING_HOURS}}, "workingHours"),
+        ({"autoscaling": {"kind": "keda", "max": 1, "workingHours": {"start": "0 8 * * *"}}}, "workingHours"),
+        ({"autoscaling": {"kind": "keda", "max": 1, "prometheusUrl": ""}}, "autoscaling.prometheusUrl"),
+        ({"tiers": {"hostGiB": -1}}, "/tiers/hostGiB"),
+        ({"tiers": {"hostGiB": None}}, "hostGiB"),
+        ({"tiers": {"shared": {"ttlSeconds": 60}}}, "tiers.shared.url"),
+        ({"tiers": {"shared": {"password": {"secret": "redis"}}}}, "tiers.shared.url"),
+        ({"tiers": {"disk": {"GiB": 0, "key": {"secret": "disk"}}}}, "tiers.disk.key.secret"),
+        ({"model": {"claim": {"name": ""}}}, "/model/claim/name"),
+        ({"model": {"claim": {"size": "0Gi"}}}, "/model/claim/size"),
+        ({"model": {"path": "/weights/my-model"}}, "model.path is /weights/my-model"),
+        ({"auth": {"tenants": {"secret": "tenants", "key": "folder/tenants.toml"}}}, "/auth/tenants/key"),
+        ({"engine": {"gpus": 4}}, "engine.shmGiB"),
+        ({"engine": {"args": ["--host-bytes=64GiB"]}}, "tiers.hostGiB"),
+        ({"engine": {"args": ["--port", "9000"]}}, "--port"),
+        ({"networkPolicy": {"enabled": True}, "tiers": {"shared": {"url": "s3://bucket/kv"}}}, "networkPolicy.egress"),
     ],
     ids=lambda value: value if isinstance(value, str) else None,
 )  # fmt: skip

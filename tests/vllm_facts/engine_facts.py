@@ -275,6 +275,15 @@ def facts() -> dict[str, object]:
             *("_inflight_prefills", "max_num_scheduled_tokens", "prev_step_scheduled_req_ids"),
             *("need_mamba_block_aligned_split", "scheduler_config"),
         ),
+        "audits": [
+            sets(compat.Scheduler, "connector_prefix_cache_stats"),
+            sets(KVCacheManager, "prefix_cache_stats"),
+            *(
+                parameters(getattr(compat.Scheduler, name))
+                for name in ("finish_requests", "set_pause_state", "reset_prefix_cache")
+            ),
+            {"num_running_reqs"} <= set(names(SchedulerStats)),
+        ],
         "cuts_prefills": "enable_chunked_prefill" in names(SchedulerConfig),
         "scheduler_steps": {
             name: parameters(getattr(compat.Scheduler, name))

@@ -246,6 +246,17 @@ def test_the_scheduler_asks_its_queue_what_ours_answers(facts: dict[str, Any]) -
     assert facts["queue_is_complete"] == [], "implement the new abstract methods in CacheAwareRequestQueue"
 
 
+def test_audits_are_kept_out_of_a_schedulers_counts_and_ways_to_stop(facts: dict[str, Any]) -> None:
+    assert facts["audits"] == [
+        ["connector_prefix_cache_stats"],
+        ["prefix_cache_stats"],
+        ["self", "request_ids", "finished_status"],
+        ["self", "pause_state"],
+        ["self", "reset_running_requests", "reset_connector"],
+        True,
+    ], "_TreeScheduling hides audits from these counts, and ends them in these methods: follow the change"
+
+
 def test_the_scheduler_makes_room_as_we_ask(facts: dict[str, Any]) -> None:
     assert facts["scheduler_queue"] == [
         *("waiting", "kv_holding_waiting", "deferred_waiting", "running", "requests"),

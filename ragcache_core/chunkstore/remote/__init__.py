@@ -1,4 +1,4 @@
-"""Stores of bytes by name that several machines share: a Redis or Valkey server, a bucket of S3, a folder.
+"""Shared stores of bytes by name: a Redis or Valkey server, an S3 bucket, a folder.
 
 They keep and evict what they are given; what its bytes mean, and whether they are right, is their user's matter.
 """
@@ -20,7 +20,7 @@ TIMEOUT_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class StoredObject:
-    """An object of a store: what it takes there, and when it was used last, as the store tells it.
+    """A stored object: its size, and its last use as the store reports it.
 
     Of two objects the one with the smaller ``used_s`` was used earlier. In a bucket or a folder it is the time of the
     write.
@@ -32,22 +32,22 @@ class StoredObject:
 
 
 class RemoteStore(Protocol):
-    """A store; every call may raise any error, after :data:`TIMEOUT_S` for each missing answer."""
+    """A shared store. Calls may raise any error, after at most :data:`TIMEOUT_S` per missing response."""
 
     def ping(self) -> None:
         """Send a query that succeeds only if the store answers and the password is right."""
         ...
 
     def check_list(self) -> None:
-        """Raise an error where objects cannot be listed with their sizes."""
+        """Raise if objects cannot be listed with sizes."""
         ...
 
     def exists(self, names: Sequence[str], *, is_chain: bool) -> list[bool]:
-        """Return which objects exist. In a chain each depends on those before it: only leading ones count."""
+        """Return which objects exist; in a chain only the leading ones."""
         ...
 
     def get(self, names: Sequence[str]) -> list[bytes | memoryview | None]:
-        """Return what is stored under names; None for what is not there."""
+        """Return the objects of names; ``None`` for missing ones."""
         ...
 
     def put(self, objects: Sequence[tuple[str, bytes]]) -> None:
@@ -55,19 +55,19 @@ class RemoteStore(Protocol):
         ...
 
     def delete(self, names: Sequence[str]) -> None:
-        """Delete what is there of names."""
+        """Delete the existing objects of names."""
         ...
 
     def list_objects(self, prefix: str) -> Iterator[Sequence[StoredObject]]:
-        """Yield all objects whose names begin with ``prefix``, in parts; one may be in several."""
+        """Yield all objects whose names begin with ``prefix``, in parts; one may occur in several."""
         ...
 
     def cure_of(self, error: Exception) -> str:
-        """Return what to do about an error of its calls."""
+        """Return a hint for an error of its calls."""
         ...
 
     def is_refused(self, error: Exception) -> bool:
-        """Return whether an error denies access: then a retry is useless."""
+        """Return whether an error denies access, so that a retry is useless."""
         ...
 
     def close(self) -> None:
@@ -76,7 +76,7 @@ class RemoteStore(Protocol):
 
 
 def open_remote(url: str, *, ttl_s: float | None = None, timeout_s: float = TIMEOUT_S) -> RemoteStore:
-    """Return the store at a URL; nothing is sent to it yet.
+    """Return the store at a URL, without sending a request.
 
     Args:
         url: see :func:`~ragcache_core.config.check_shared_url`.
@@ -110,7 +110,7 @@ def open_remote(url: str, *, ttl_s: float | None = None, timeout_s: float = TIME
 
 
 def check_reachable(url: str, *, is_limited: bool = False) -> str | None:
-    """Ask the store at a URL once; return why it does not answer now, or None.
+    """Send a request to the store at a URL; return why it does not answer, or ``None``.
 
     Args:
         url: of the store.
@@ -134,5 +134,5 @@ def check_reachable(url: str, *, is_limited: bool = False) -> str | None:
 
 
 def brief(error: Exception) -> str:
-    """Return the first line of what an error says, which goes on for pages with some clients."""
+    """Return the first line of an error, as some clients' errors have pages."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")[:200]

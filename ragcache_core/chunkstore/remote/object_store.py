@@ -1,4 +1,4 @@
-"""Objects in a bucket of S3, in a folder, or in another store of obstore (Rust's object_store)."""
+"""Objects in an S3 bucket, in a folder, or in another store of obstore (Rust's object_store)."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ class ObjectStore:
     """See :class:`~ragcache_core.chunkstore.remote.RemoteStore`.
 
     Args:
-        store: obstore's.
-        hint: what to do when the store does not answer.
+        store: a store of obstore.
+        hint: the hint of errors when the store does not answer.
     """
 
     def __init__(self, store: Any, *, hint: str = "see that the store answers") -> None:
-        """Start threads for look-ups, reads and writes: none of the three waits for the others."""
+        """Start separate threads for queries, reads and writes."""
         self._store = store
         self._hint = hint
         self._lookup_threads, self._reading, self._writing = (
@@ -91,7 +91,7 @@ class ObjectStore:
         next(iter(obstore.list(self._store, "ragcache/none/")), None)
 
     def exists(self, names: Sequence[str], *, is_chain: bool) -> list[bool]:
-        """Return which objects exist; in a chain, those before the last one found count as found."""
+        """Return which objects exist; in a chain, all before the last existing one count."""
         if not is_chain:
             return list(self._lookup_threads.map(self._has, names))
         low, high = 0, len(names)  # those before low are there, high is not

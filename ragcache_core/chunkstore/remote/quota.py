@@ -1,4 +1,4 @@
-"""A limit of the bytes below a prefix of a shared store, which all its writers keep together.
+"""A byte limit for a prefix of a shared store, which all its writers keep together.
 
 No engine knows what others write. So a writer lists the store, deletes what was used longest ago, and may then write a
 64th of the limit before it lists again. What is written bounds the cost of lists, and an idle engine makes none. A list
@@ -18,7 +18,7 @@ _DELETED_AT_ONCE = 1000
 
 
 class StoreQuota:
-    """Admits writes to a store, and makes space for them. Its calls are one thread's, and raise what the store raises.
+    """Admits writes to a store, and frees space for them. Not thread-safe; raises the store's errors.
 
     Args:
         store: the store.
@@ -45,11 +45,11 @@ class StoreQuota:
 
     @property
     def most_at_once(self) -> int:
-        """Bytes of a write that needs at most one list."""
+        """Maximum bytes of a write that needs at most one listing."""
         return self.max_bytes // _ALLOWED_PART
 
     def admit(self, num_bytes: int, must_end: Callable[[], bool]) -> bool:
-        """Return whether ``num_bytes`` may be written now; False as soon as ``must_end()`` is true."""
+        """Return whether ``num_bytes`` may be written now; ``False`` once ``must_end()`` is true."""
         if num_bytes > self.max_bytes:
             return False
         if num_bytes > self._allowed_bytes and not self._make_space(num_bytes, must_end):

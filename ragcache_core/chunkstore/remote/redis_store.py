@@ -27,7 +27,7 @@ _LISTED_AT_ONCE = 1000
 
 
 class RedisStore:
-    """See :class:`~ragcache_core.chunkstore.remote.RemoteStore`. Eviction and memory are the server's settings."""
+    """See :class:`~ragcache_core.chunkstore.remote.RemoteStore`. The server's settings limit memory and evict."""
 
     def __init__(self, url: str, *, ttl_s: float | None, timeout_s: float) -> None:
         self._redis = redis.Redis.from_url(
@@ -67,7 +67,7 @@ class RedisStore:
         self._redis.unlink(*names)
 
     def list_objects(self, prefix: str) -> Iterator[Sequence[StoredObject]]:
-        """Yield objects; neither command counts as a use. Servers that evict by frequency know no time of it."""
+        """Yield objects, without counting as a use. Servers with LFU eviction report no time of use."""
         cursor = 0
         while True:
             cursor, keys = cast(
@@ -82,7 +82,7 @@ class RedisStore:
                 return
 
     def _sizes_and_idle_s(self, keys: Sequence[bytes]) -> Iterator[tuple[object, object]]:
-        """Return for each key two whole numbers; something else where the server does not know one."""
+        """Return two numbers per key, size and idle seconds; other values if unknown."""
         with self._redis.pipeline(transaction=False) as pipe:
             for key in keys:
                 pipe.memory_usage(key)

@@ -1,1 +1,1 @@
-"""A module for each command."""
+"""The commands, one per module."""

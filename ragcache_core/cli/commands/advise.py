@@ -1,4 +1,4 @@
-"""``ragcache advise``: what a change of an engine would bring for one's own traffic, and which documents cost most."""
+"""``ragcache advise``: forecast the gain of changes to an engine for recorded traffic."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _WARM_UP_SHARE = 0.2
 
 @click.command(
     cls=Command,
-    short_help="Say what more memory, another order or engine would bring.",
+    short_help="Forecast the gain of more memory, another order or engine.",
     examples=[
         "ragcache serve MODEL --record-trace mine.jsonl     (for a day)",
         "ragcache advise --log mine.jsonl --url http://127.0.0.1:8000 --cost-model profile.json",
@@ -44,24 +44,48 @@ _WARM_UP_SHARE = 0.2
     type=click.Path(path_type=Path),
     required=True,
     metavar="TRACE",
-    help="Your traffic: what --record-trace wrote, or 'ragcache trace import' made of another log.",
+    help="Trace of your traffic: a file of 'ragcache serve --record-trace' or 'ragcache trace import'.",
 )
-@click.option("--url", metavar="URL", help="A running server whose tiers are the sizes now.")
+@click.option(
+    "--url",
+    metavar="URL",
+    help="Running server; its tier sizes are the starting point instead of --gpu-tokens and the like.",
+)
 @api_key_option
-@click.option("--gpu-tokens", type=int, metavar="N", help="KV on the GPU now. [default: 40,960]")
-@click.option("--host-tokens", type=int, metavar="N", help="KV in host memory now. [default: 65,536]")
-@click.option("--disk-tokens", type=int, metavar="N", help="KV on disk now. [default: 0]")
+@click.option(
+    "--gpu-tokens", type=int, metavar="N", help="Present size of the GPU KV cache, in tokens. [default: 40,960]"
+)
+@click.option(
+    "--host-tokens", type=int, metavar="N", help="Present size of the host tier, in tokens. [default: 65,536]"
+)
+@click.option(
+    "--disk-tokens", type=int, metavar="N", help="Present size of the disk tier, in tokens; 0 for none. [default: 0]"
+)
 @simulation_options("system_tokens", "cost_model", "retrieval_s")
-@click.option("--max-batch", type=int, default=8, show_default=True, metavar="N", help="Requests that run at a time.")
+@click.option(
+    "--max-batch",
+    type=int,
+    default=8,
+    show_default=True,
+    metavar="N",
+    help="Maximum number of requests that run at a time.",
+)
 @click.option(
     "--warm-up",
     type=int,
     metavar="N",
-    help=f"Requests at the start that do not count. [default: {_WARM_UP_SHARE:.0%} of them]",
+    help=f"Number of requests at the start that are not counted. [default: {_WARM_UP_SHARE:.0%} of them]",
 )
-@click.option("--price", type=FiniteRange(min=0), metavar="P", help="Of an hour of an engine's GPUs, in any currency.")
-@click.option("--plot", type=click.Path(path_type=Path), metavar="FILE", help="A picture: .png, .svg or .html.")
-@output_option("Where everything goes as JSON, with the options of each simulation.")
+@click.option(
+    "--price",
+    type=FiniteRange(min=0),
+    metavar="P",
+    help="Price of one engine-hour (all GPUs of the engine), in any currency; adds costs to the table.",
+)
+@click.option(
+    "--plot", type=click.Path(path_type=Path), metavar="FILE", help="Write a plot to this file: .png, .svg or .html."
+)
+@output_option("Write results and options of each simulation to this JSON file.")
 def advise(
     log: Path,
     url: str | None,
@@ -73,7 +97,7 @@ def advise(
     as_json: bool,
     **settings: Any,
 ) -> None:  # fmt: skip
-    """Simulate your traffic on your engine's sizes, and again with one change at a time.
+    """Simulate recorded traffic on the present engine, and again with one change at a time.
 
     Each line of the table is a run of 'ragcache simulate' over the same requests. Prefill is the GPU time for the
     prompts of 1,000 requests; generation costs the same in all runs and is not included. Below the table are the
@@ -111,7 +135,7 @@ def advise(
 
 
 def _sizes_of(url: str, api_key: str | None) -> dict[str, int]:
-    """Return how many tokens each tier of a server holds."""
+    """Return the tokens that each tier of a server holds."""
     from ragcache_core.client import Engine
     from ragcache_core.client.profiling import tier_sizes
 
@@ -124,7 +148,7 @@ def _sizes_of(url: str, api_key: str | None) -> dict[str, int]:
 
 
 def tables(advice: Advice) -> list[Table]:
-    """Return the changes, those that shorten the time to first token most first, and the most expensive documents."""
+    """Return the table of changes, by gain in time to first token, and that of the most expensive documents."""
     from ragcache_core.reports.page import Table
 
     has_price = any(outcome.saved is not None for outcome in advice.outcomes)
@@ -142,7 +166,7 @@ def tables(advice: Advice) -> list[Table]:
 
 
 def page(advice: Advice, log: str, num_requests: int) -> Report:
-    """Return the tables below a picture of mean TTFT and prefill time by change."""
+    """Return the tables below a plot of mean TTFT and prefill time by change."""
     from ragcache_core.reports.page import Report
     from ragcache_core.reports.plots import bars
 

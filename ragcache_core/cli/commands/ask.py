@@ -1,4 +1,4 @@
-"""``ragcache ask``: retrieve, then answer from the documents."""
+"""``ragcache ask``: retrieve documents, then answer from them."""
 
 from __future__ import annotations
 
@@ -55,13 +55,13 @@ class _ChatTurn:
 
 @dataclass(slots=True)
 class Conversation:
-    """Questions and answers so far. A document that was shown with a question is not shown again with a later one."""
+    """Earlier questions and answers. A document shown with a question is not shown again later."""
 
     layout: PromptLayout
     _turns: list[_ChatTurn] = field(default_factory=list)
 
     def prompt(self, engine: Engine, documents: Sequence[Document], question: str, max_tokens: int | None) -> Prompt:
-        """Return the prompt for ``question``, with room for ``max_tokens`` or, behind other questions, the default.
+        """Return the prompt for ``question`` with space for ``max_tokens``, or the default behind other questions.
 
         Where the context window is too short, the earlier half of the conversation is dropped, so that the next prompts
         share a prefix again.
@@ -88,12 +88,12 @@ class Conversation:
                 del self._turns[: (len(self._turns) + 1) // 2]
 
     def add(self, documents: Sequence[Document], question: str, answer: str) -> None:
-        """Remember a question that was answered."""
+        """Record an answered question."""
         new = self._new(documents)
         self._turns.append(_ChatTurn(self.layout.messages(new, question)[-1], answer, tuple(new)))
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Remove all questions."""
         self._turns.clear()
 
     def __len__(self) -> int:
@@ -131,9 +131,17 @@ _DEFAULT_K = 2
 @store_option
 @engine_options
 @embedder_option
-@click.option("-k", "--k", type=click.IntRange(1), help="Documents to answer from. [default: 2, if there are]")
-@click.option("--max-tokens", type=click.IntRange(1), help="Longest answer. [default: 256, if they fit]")
-@click.option("--temperature", type=FiniteRange(0), default=0.0, show_default=True, help="0 is greedy.")
+@click.option(
+    "-k", "--k", type=click.IntRange(1), help="Documents per question. [default: 2, or fewer if the store has fewer]"
+)
+@click.option(
+    "--max-tokens",
+    type=click.IntRange(1),
+    help="Maximum length of an answer in tokens. [default: 256, or what fits into the context window]",
+)
+@click.option(
+    "--temperature", type=FiniteRange(0), default=0.0, show_default=True, help="Sampling temperature; 0 is greedy."
+)
 @layout_options
 @click.option("--show-documents", is_flag=True, help="Print the retrieved documents before the answer.")
 @click.option("--stream", is_flag=True, help="Print the answer as it is generated.")
@@ -167,7 +175,7 @@ def ask(
     The answer goes to standard output; documents, time to first token and cached tokens go to standard error. With
     --json, each question is one line with one object.
     """
-    if question is not None and question.startswith("--"):  # what follows "--", where no question stands before it
+    if question is not None and question.startswith("--"):  # an argument after "--" without a question
         vllm_args, question = (question, *vllm_args), None
     join = engine_opener(model, url, api_key, tokenizer, cache_config, vllm_args)
     if stream and as_json:
@@ -222,7 +230,7 @@ def _questions(question: str | None) -> Iterator[str]:
 
 
 def _converse(reply: Callable[[str, Conversation], None], conversation: Conversation, *, as_json: bool) -> None:
-    """Ask for questions until the input ends; a question that cannot be answered does not end it."""
+    """Read and answer questions until the input ends; errors of a question do not end it."""
     with suppress(ImportError):
         import readline  # noqa: F401 (arrow keys, and the questions before)
     click.echo("Ctrl-C stops an answer, Ctrl-D leaves, /new begins another conversation.", err=True)
@@ -249,7 +257,7 @@ def _converse(reply: Callable[[str, Conversation], None], conversation: Conversa
 
 
 def _read_line(prompt: str) -> str:
-    """Return a line of the terminal; the prompt is on it as well, wherever the answers go.
+    """Return a line of the terminal, with the prompt on the terminal too.
 
     Raises:
         EOFError: there are no more.
@@ -263,7 +271,7 @@ def _read_line(prompt: str) -> str:
 
 
 def _search(store: DocumentStore, question: str, k: int) -> RetrievalUpdate:
-    """Return the last of the stages: the answer of the whole index."""
+    """Return the last stage: the result of the whole index."""
 
     async def last() -> RetrievalUpdate:
         return [update async for update in store.search_staged(question, k)][-1]
@@ -302,7 +310,7 @@ def _printer(stream: bool) -> Callable[[str], None]:
 
 
 _SCORE_NAMES: dict[Metric, str] = {"l2": "distance", "ip": "similarity"}
-"""What a store's scores are: a document at a smaller distance, or of a larger similarity, is nearer."""
+"""Name of a store's scores: distance (smaller is nearer) or similarity (larger is nearer)."""
 
 
 def _show_documents(found: RetrievalUpdate, metric: Metric) -> None:

@@ -1,4 +1,4 @@
-"""``ragcache batch``: answer a file of requests in the order that computes fewest tokens."""
+"""``ragcache batch``: answer a file of requests in the order with the fewest computed tokens."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ _FAILED = (RequestRejectedError, PromptError, ConfigError)
 
 @dataclass(slots=True)
 class BatchSummary:
-    """What came of a batch.
+    """The result of a batch.
 
     Attributes:
         num_requests: lines of the input that are requests.
@@ -96,7 +96,7 @@ class BatchSummary:
 
 @dataclass(frozen=True, slots=True)
 class _Requests:
-    """The requests of a batch, with the documents that each shows, in the prompt's order."""
+    """The requests of a batch with their documents in prompt order."""
 
     lines: Sequence[BatchLine]
     layout: PromptLayout
@@ -108,7 +108,7 @@ class _Requests:
         return self.layout.messages(self.documents[line.custom_id], str(line.question))
 
     def key(self, line: BatchLine, model: str) -> PrefixKey:
-        """Return what orders a request: ids stand for texts, which are the same in all prompts of one layout."""
+        """Return a request's sort key, of document ids, whose texts are equal in all prompts."""
         from ragcache_core.client.batch import chat_key
 
         if line.question is None:
@@ -126,28 +126,37 @@ class _Requests:
     ],
 )
 @click.argument("questions", type=click.Path(path_type=Path))
-@click.option("--store", type=click.Path(path_type=Path), metavar="PATH", help="The document store's directory.")
+@click.option("--store", type=click.Path(path_type=Path), metavar="PATH", help="Directory of the document store.")
 @click.option(
     "--output",
     type=click.Path(path_type=Path, dir_okay=False),
     required=True,
     metavar="OUT",
-    help="Where the answers go, in OpenAI's format; a file of an interrupted run is continued.",
+    help="Write the answers to this file, in the format of OpenAI's batch output. An existing file "
+    "of an interrupted run is continued.",
 )
 @engine_options
 @embedder_option
-@click.option("-k", "--k", type=click.IntRange(1), help="Documents to answer from. [default: 2, if there are]")
 @click.option(
-    "--max-tokens", type=click.IntRange(1), default=DEFAULT_MAX_TOKENS, show_default=True, help="Longest answer."
+    "-k", "--k", type=click.IntRange(1), help="Documents per question. [default: 2, or fewer if the store has fewer]"
 )
-@click.option("--temperature", type=FiniteRange(0), default=0.0, show_default=True, help="0 is greedy.")
+@click.option(
+    "--max-tokens",
+    type=click.IntRange(1),
+    default=DEFAULT_MAX_TOKENS,
+    show_default=True,
+    help="Maximum length of an answer in tokens.",
+)
+@click.option(
+    "--temperature", type=FiniteRange(0), default=0.0, show_default=True, help="Sampling temperature; 0 is greedy."
+)
 @layout_options
 @click.option(
     "--document-order",
     type=click.Choice(DOCUMENT_ORDERS),
     default="retrieval",
     show_default=True,
-    help="How prompts show documents. cache_aware puts those first that most questions share, which changes prompts.",
+    help="Document order in prompts. cache_aware puts documents first that most questions share; this changes prompts.",
 )
 @click.option(
     "--max-concurrency",
@@ -155,7 +164,7 @@ class _Requests:
     default=MAX_CONCURRENCY,
     show_default=True,
     metavar="N",
-    help="Requests in flight; a crash repeats at most N.",
+    help="Maximum number of requests in flight; after a crash at most N are repeated.",
 )
 @vllm_args_argument
 def batch(
@@ -237,7 +246,7 @@ def batch(
 def _retrieve(
     store: DocumentStore, lines: Iterable[BatchLine], k: int | None, broken: list[BrokenLine]
 ) -> dict[str, Sequence[Document]]:
-    """Return what is retrieved for each question; one that cannot be searched for is added to ``broken``."""
+    """Return the documents of each question; questions without a search are added to ``broken``."""
     num_wanted = k or max(1, min(_DEFAULT_K, len(store)))
     store.check_k(num_wanted)
     known: dict[DocId, Document] = {}
@@ -255,7 +264,7 @@ def _retrieve(
 
 
 def _arranged(retrieved: Mapping[str, Sequence[Document]], order: DocumentOrder) -> Mapping[str, Sequence[Document]]:
-    """Return the documents of each question in the order of the prompts."""
+    """Return the documents of each question in prompt order."""
     known = {document.doc_id: document for found in retrieved.values() for document in found}
     ids = [tuple(document.doc_id for document in found) for found in retrieved.values()]
     if order == "cache_aware":
@@ -266,7 +275,7 @@ def _arranged(retrieved: Mapping[str, Sequence[Document]], order: DocumentOrder)
 
 
 def _digests(requests: _Requests) -> dict[str, str]:
-    """Return what names each request, by its id. Prompts count with their documents in the order of the search.
+    """Return the digest of each request by id, with its documents in retrieval order.
 
     So a file with more questions than an earlier one keeps the answers, although these change the order of documents.
     """
@@ -280,7 +289,7 @@ def _digests(requests: _Requests) -> dict[str, str]:
 
 
 def _check_model(engine: Engine, answers: AnswerFile, lines: Iterable[BatchLine]) -> None:
-    """Refuse to add answers of one model to those of another.
+    """Reject adding answers of one model to those of another.
 
     Raises:
         ConfigError: an earlier run asked another model.
@@ -303,7 +312,7 @@ def _run(
     max_concurrency: int,
     summary: BatchSummary,
 ) -> None:
-    """Answer what remains, and count it; what ends it early says how many are answered."""
+    """Answer the remaining requests, and count them; an early end reports the number of answers."""
     from ragcache_core.client.batch import run_in_order
 
     began_s = time.monotonic()
@@ -337,7 +346,7 @@ def _run(
 
 
 async def _answer(engine: Engine, requests: _Requests, line: BatchLine, digest: str) -> dict[str, Any]:
-    """Return the record of an answer, or of why there is none.
+    """Return the record of an answer, or of a failure.
 
     Raises:
         EngineError: the engine cannot answer any request.
@@ -363,7 +372,7 @@ async def _answer(engine: Engine, requests: _Requests, line: BatchLine, digest: 
 
 
 def _body(engine: Engine, requests: _Requests, line: BatchLine) -> dict[str, Any]:
-    """Return the body of a request, with the documents that a question's prompt shows."""
+    """Return the body of a request, with the documents of a question's prompt."""
     if line.question is None:
         return {"model": engine.model, **line.body}
     messages, settings = requests.messages(line), {"model": engine.model, **requests.settings}
@@ -374,7 +383,7 @@ def _body(engine: Engine, requests: _Requests, line: BatchLine) -> dict[str, Any
 
 
 async def _send(engine: Engine, body: Mapping[str, Any]) -> httpx.Response:
-    """Return what the server answers, which may take any time.
+    """Return the server's response, without a time limit.
 
     Raises:
         EngineError: the server is not there for any request.

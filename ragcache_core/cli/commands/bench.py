@@ -35,7 +35,7 @@ _OF_A_LAUNCH = frozenset(
 
 
 class Rates(click.ParamType[Any]):
-    """Requests a second with commas between them, or shares of a capacity; gives the numbers and whether shares."""
+    """Comma-separated rates per second, or shares of a capacity; returns the numbers and which of both."""
 
     name = "rates"
 
@@ -56,7 +56,7 @@ _html_option = click.option(
     type=click.Path(path_type=Path, dir_okay=False),
     metavar="REPORT",
     callback=lambda _context, _option, path: _drawable(path),
-    help="A page with tables and plots; the plots as PNG beside it.",
+    help="Write an HTML page with tables and plots, and each plot as a PNG beside it.",
 )
 
 
@@ -76,7 +76,7 @@ _html_option = click.option(
     default="launch",
     show_default=True,
     metavar="launch|URL",
-    help="Launch engines, or put the load on a server that runs.",
+    help="launch: start each engine of --compare. An address: send the load to that running server.",
 )
 @api_key_option
 @click.option(
@@ -84,13 +84,13 @@ _html_option = click.option(
     type=click.Choice(WORKLOAD_NAMES),
     default="mmlu",
     show_default=True,
-    help="What the requests are like.",
+    help="Workload of the requests.",
 )
 @click.option(
     "--trace",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="Requests of a trace instead, the same for every seed.",
+    help="Trace with the requests, instead of a workload; the same requests for every seed.",
 )
 @click.option(
     "--compare",
@@ -106,10 +106,34 @@ _html_option = click.option(
     help="Requests a second, ascending; auto[:S,S,...] takes shares of what the first engine can serve. "
     f"[default: {_AUTO}]",
 )
-@click.option("--seeds", type=click.IntRange(1), default=3, show_default=True, help="Seeds, each with other requests.")
-@click.option("--first-seed", type=click.IntRange(0), default=0, show_default=True, help="The first seed.")
-@click.option("--requests", type=click.IntRange(1), default=200, show_default=True, help="Timed requests at each rate.")
-@click.option("--warm-up", type=click.IntRange(0), default=200, show_default=True, help="Requests before the first.")
+@click.option(
+    "--seeds",
+    type=click.IntRange(1),
+    default=3,
+    show_default=True,
+    help="Number of seeds; each repeats the run with different requests.",
+)
+@click.option(
+    "--first-seed",
+    type=click.IntRange(0),
+    default=0,
+    show_default=True,
+    help="First random seed; the others follow it.",
+)
+@click.option(
+    "--requests",
+    type=click.IntRange(1),
+    default=200,
+    show_default=True,
+    help="Number of measured requests at each rate.",
+)
+@click.option(
+    "--warm-up",
+    type=click.IntRange(0),
+    default=200,
+    show_default=True,
+    help="Number of unmeasured requests before the first rate, to fill the caches.",
+)
 @click.option(
     "--model",
     default="random",
@@ -123,43 +147,69 @@ _html_option = click.option(
     type=click.Choice(["float32", "bfloat16", "float16"]),
     default="float32",
     show_default=True,
-    help="Of weights and KV.",
+    help="Data type of weights and KV.",
 )
-@click.option("--scale", type=float, help="Lengths times this. [default: 0.125 for random, 1 for other models]")
-@click.option("--output-tokens", type=click.IntRange(1), help="Tokens of each answer. [default: the trace's]")
-@click.option("--kv-memory", metavar="SIZE", help="GPU KV cache. [default: 40,960 tokens times the scale]")
+@click.option(
+    "--scale",
+    type=float,
+    help="Factor for all prompt and document lengths. [default: 0.125 for the model random, 1 for others]",
+)
+@click.option(
+    "--output-tokens",
+    type=click.IntRange(1),
+    help="Length of each answer in tokens. [default: as in the trace or workload]",
+)
+@click.option(
+    "--kv-memory",
+    metavar="SIZE",
+    help="Size of the GPU KV cache, such as 10GiB. [default: 40,960 tokens times the scale]",
+)
 @click.option(
     "--host-memory",
     metavar="SIZE,...",
-    help="Host memory; several sizes ascending. [default: 262,144 tokens times the scale]",
+    help="Size of the host tier, such as 48GiB; several sizes in ascending order are compared. "
+    "[default: 262,144 tokens times the scale]",
 )
 @click.option(
     "--disk-memory",
     default="0",
     show_default=True,
     metavar="SIZE",
-    help="Disk for engines with host memory; vLLM's own file tier has no limit.",
+    help="Size of the disk tier of engines with host memory, such as 1GiB; 0 for none. vLLM's own "
+    "file tier ignores the limit.",
 )
 @click.option("--block-size", type=click.IntRange(1), default=32, show_default=True, help="Tokens in a KV block.")
-@click.option("--max-num-seqs", type=click.IntRange(1), default=8, show_default=True, help="Requests that run at once.")
+@click.option(
+    "--max-num-seqs",
+    type=click.IntRange(1),
+    default=8,
+    show_default=True,
+    help="Maximum number of requests that run at a time.",
+)
 @click.option(
     "--max-num-batched-tokens",
     type=click.IntRange(1),
     default=1_024,
     show_default=True,
-    help="Tokens that a step computes at most.",
+    help="Maximum number of tokens that one engine step computes.",
 )
-@click.option("--vllm-arg", "vllm_args", multiple=True, metavar="ARG", help="An argument of vLLM's server as it is.")
+@click.option(
+    "--vllm-arg",
+    "vllm_args",
+    multiple=True,
+    metavar="ARG",
+    help="Argument for vLLM's server, passed unchanged; may be repeated.",
+)
 @click.option(
     "--output",
     type=click.Path(path_type=Path, dir_okay=False),
     default="build/bench-compare.json",
     show_default=True,
     metavar="OUT",
-    help="Where everything measured goes, run by run.",
+    help="Write all measurements to this JSON file, run by run.",
 )
 @_html_option
-@click.option("--resume", is_flag=True, help="Go on with the runs that are in OUT already.")
+@click.option("--resume", is_flag=True, help="Continue an interrupted comparison: skip the runs that OUT already has.")
 @click.pass_context
 def bench(
     ctx: click.Context,
@@ -173,7 +223,7 @@ def bench(
     resume: bool,
     **given: Any,
 ) -> None:
-    """Open engines one after the other, and send each the same requests at the same times.
+    """Launch engines one after the other, and send each of them the same requests at the same times.
 
     Each run is stored when it is finished: after Ctrl-C, --resume continues.
     """
@@ -217,19 +267,20 @@ def _drawable(html_path: Path | None) -> Path | None:
 
 
 def _check_engine(ctx: click.Context, engine: str) -> None:
-    """Refuse options that a server which runs already cannot follow."""
+    """Reject options that do not apply to a running server."""
     if engine == "launch":
         return
     for param in ctx.command.params:
         is_given = ctx.get_parameter_source(param.name or "") is not ParameterSource.DEFAULT
         if param.name in _OF_A_LAUNCH and is_given:
             raise click.UsageError(
-                f"A server that runs already takes no options of a launch: leave out {param.opts[0]}."
+                f"{param.opts[0]} configures a launched engine, but --engine names a running server: "
+                f"leave {param.opts[0]} out."
             )
 
 
 @bench.command(
-    short_help="Print, and draw, what a comparison measured.",
+    short_help="Print and plot the results of a comparison.",
     examples=[
         "ragcache bench report build/compare.json --html build/compare.html",
     ],
@@ -237,7 +288,7 @@ def _check_engine(ctx: click.Context, engine: str) -> None:
 @click.argument("results", type=click.Path(path_type=Path), metavar="OUT")
 @_html_option
 def report(results: Path, html_path: Path | None, as_json: bool) -> None:
-    """Print the tables of a comparison that 'ragcache bench' wrote to OUT, and write its page; nothing is measured."""
+    """Print the tables of the comparison in OUT, a file of 'ragcache bench'; measure nothing."""
     from ragcache_core.bench.results import Results
 
     check_output("--html", html_path, [results])

@@ -1,4 +1,4 @@
-"""``ragcache cache``: what a running server has cached, to look into and act upon."""
+"""``ragcache cache``: inspect and manage the cache of a running server."""
 
 from __future__ import annotations
 
@@ -53,9 +53,15 @@ def cache() -> None:
     type=click.Choice(CONTENTS_ORDERS),
     default="bytes",
     show_default=True,
-    help="What comes first: most bytes over all tiers, most uses, most seconds of compute saved, the oldest.",
+    help="Sort by bytes over all tiers, uses, seconds of compute saved (each largest first), or age (oldest first).",
 )
-@click.option("--limit", type=click.IntRange(1, MAX_LISTED), default=50, show_default=True, help="Documents to list.")
+@click.option(
+    "--limit",
+    type=click.IntRange(1, MAX_LISTED),
+    default=50,
+    show_default=True,
+    help="Maximum number of documents to list.",
+)
 def ls(url: str, api_key: str | None, sort: str, limit: int, as_json: bool) -> None:
     """List documents: bytes by tier, number of prefixes and of cached versions, uses, seconds of compute saved."""
     from ragcache_core.client import Engine
@@ -120,14 +126,14 @@ def pin(ids: tuple[str, ...], url: str, api_key: str | None, as_json: bool) -> N
 
 @cache.command(
     cls=Command,
-    short_help="Undo pin.",
+    short_help="Unpin documents.",
     examples=["ragcache cache unpin terms.md --url http://127.0.0.1:8000"],
 )
 @ids_argument
 @url_option
 @api_key_option
 def unpin(ids: tuple[str, ...], url: str, api_key: str | None, as_json: bool) -> None:
-    """Undo 'ragcache cache pin'. Ids that were not pinned are listed and are no error."""
+    """Unpin documents: they are evicted as usual again. Ids that were not pinned are listed and are no error."""
     from ragcache_core.client import Engine
 
     with Engine.connect(url, api_key=api_key, tokenizer=False) as engine:
@@ -167,10 +173,10 @@ def prefetch(ids: tuple[str, ...], url: str, api_key: str | None, as_json: bool)
         "ragcache cache gc --cache-dir ~/.cache/ragcache/kv --unused-days 0",
     ],
 )
-@click.option("--url", metavar="URL", help="The server whose cache directory is cleaned.")
+@click.option("--url", metavar="URL", help="Server whose cache directory is cleaned.")
 @api_key_option
 @click.option(
-    "--cache-dir", type=click.Path(path_type=Path), metavar="DIR", help="The cache directory, without a server."
+    "--cache-dir", type=click.Path(path_type=Path), metavar="DIR", help="Cache directory to clean, without a server."
 )
 @click.option(
     "--unused-days",
@@ -178,9 +184,9 @@ def prefetch(ids: tuple[str, ...], url: str, api_key: str | None, as_json: bool)
     default=7.0,
     show_default=True,
     metavar="DAYS",
-    help="Delete namespaces that no engine has used for this long.",
+    help="Delete namespaces that no engine has used for this many days.",
 )
-@click.option("--dry-run", is_flag=True, help="List them, and delete nothing.")
+@click.option("--dry-run", is_flag=True, help="List what would be deleted, without deleting it.")
 def gc(
     url: str | None, api_key: str | None, cache_dir: Path | None, unused_days: float, dry_run: bool, as_json: bool
 ) -> None:

@@ -1,4 +1,4 @@
-"""``ragcache calibrate``: how much has to be recomputed for a wanted quality, on one's own model."""
+"""``ragcache calibrate``: measure the recompute that a target quality needs, on a model."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _METRICS = ("exact_match", "token_f1", "rouge_l", "jaccard")
 
 @click.command(
     cls=Command,
-    short_help="Find out how much to recompute for a wanted quality.",
+    short_help="Find the least recompute for a target quality.",
     examples=[
         "ragcache calibrate examples/demo_model --questions questions.jsonl",
         "ragcache calibrate org/model --questions questions.jsonl --quality 0.95 --metric rouge_l",
@@ -37,14 +37,21 @@ _METRICS = ("exact_match", "token_f1", "rouge_l", "jaccard")
     type=FiniteRange(0, min_open=True, max=1),
     default=0.98,
     show_default=True,
-    help="Target: share of the score of fully computed answers.",
+    help="Target quality: share of the score with full recompute, from 0 to 1.",
 )
-@click.option("--metric", type=click.Choice(_METRICS), default="exact_match", show_default=True, help="What is scored.")
-@click.option("--output", type=click.Path(path_type=Path), metavar="FILE", help="Keep the calibration here instead.")
+@click.option(
+    "--metric", type=click.Choice(_METRICS), default="exact_match", show_default=True, help="Score of an answer."
+)
+@click.option(
+    "--output",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Write the calibration to this file instead of the user's cache folder.",
+)
 @model_options
 @vllm_args_argument
 def calibrate(model: str, quality: float, metric: str, output: Path | None, as_json: bool, **options: Any) -> None:
-    """Answer questions with several alphas, store the results, and name the best alpha with the least recompute.
+    """Answer questions with several alphas, store the results, and print the alpha with the least recompute.
 
     MODEL is a folder in Hugging Face format, or a name of the hub. Afterwards ChunkReuse(quality=...) with the same
     selection uses the stored results. Quality is a share of the score of the same engine with full recompute. Ctrl-C
@@ -68,8 +75,8 @@ def calibrate(model: str, quality: float, metric: str, output: Path | None, as_j
     full = getattr(summaries[FULL.name], metric)
     if not full > 0.0:
         raise ConfigError(
-            f"the model's own answers score {metric} {full:g}, computed in full: there is nothing to compare with, so "
-            "ask what it can answer, or score by rouge_l"
+            f"with full recompute the answers score {metric} {full:g}: give questions that the "
+            "model can answer, or --metric rouge_l"
         )
     points = points_of(
         [(method.chunks.alpha or 0.0, summaries[method.name]) for method in methods if method.chunks], metric, full
@@ -89,7 +96,7 @@ def calibrate(model: str, quality: float, metric: str, output: Path | None, as_j
 
 
 def points_of(measured_alphas: Sequence[tuple[float, QualitySummary]], metric: str, full: float) -> list[AlphaPoint]:
-    """Return what each alpha came to: its quality as a share of ``full``, the score with everything computed."""
+    """Return each alpha's quality as a share of ``full``, the score with full recompute."""
     from ragcache_core.chunk import AlphaPoint
 
     return [

@@ -74,18 +74,26 @@ def _read_part(_context: click.Context, _option: click.Parameter, text: str) -> 
 )
 @click.argument("model")
 @store_option
-@click.option("--budget", required=True, callback=read_size, metavar="SIZE", help="KV to prefill at most, as 200GiB.")
+@click.option(
+    "--budget",
+    required=True,
+    callback=read_size,
+    metavar="SIZE",
+    help="Maximum size of the KV to prefill, such as 200GiB.",
+)
 @click.option(
     "--part",
     default="1/1",
     show_default=True,
     callback=_read_part,
     metavar="I/N",
-    help="Prefill one of N parts of the documents, so that N machines share the work.",
+    help="Prefill part I of N of the documents, to divide the work among N machines.",
 )
 @expectation_options
-@click.option("--dry-run", is_flag=True, help="Print what would be prefilled and what it would bring, and do nothing.")
-@output_option("Where plan, forecasts and receipt go as JSON.")
+@click.option(
+    "--dry-run", is_flag=True, help="Print what would be prefilled, and the forecast gain, without prefilling it."
+)
+@output_option("Write plan, forecasts and result to this JSON file.")
 @cache_options
 @tokenizer_option
 @log_option

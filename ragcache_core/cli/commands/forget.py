@@ -31,7 +31,7 @@ forget_option = click.option(
 
 ids_argument = click.argument("ids", nargs=-1, required=True, metavar="ID...")
 url_option = click.option(
-    "--url", required=True, metavar="URL", help="The server's address, as 'ragcache serve' prints it."
+    "--url", required=True, metavar="URL", help="Address of the server, as 'ragcache serve' prints it."
 )
 wait_option = click.option(
     "--wait",
@@ -40,7 +40,7 @@ wait_option = click.option(
     default=30.0,
     show_default=True,
     metavar="SECONDS",
-    help="Seconds to wait for running requests that use the KV, and for the disk.",
+    help="Seconds to wait for running requests that use the KV, and for the disk to delete it.",
 )
 
 
@@ -60,9 +60,9 @@ wait_option = click.option(
 def forget(ids: tuple[str, ...], url: str, api_key: str | None, wait_s: float, as_json: bool) -> None:
     """Delete the KV of documents from the cache of the server at URL: GPU, host memory, disk, and chunk reuse.
 
-    IDs are those of 'ragcache store ls'; "-" reads them from standard input, one a line. What stood behind a document
-    in a prompt goes with it. The store is not changed. Ids without cached KV are listed and are no error. Exit
-    status 1 where something is left after the wait: ask again.
+    IDs are those of 'ragcache store ls'; "-" reads them from standard input, one per line. KV of the text
+    behind a document in a prompt is deleted too. The store is not changed. Ids without cached KV are listed and are no
+    error. Exit status 1: some KV is left after the wait; run the command again.
     """
     from ragcache_core.client import Engine
 
@@ -77,12 +77,12 @@ def forget(ids: tuple[str, ...], url: str, api_key: str | None, wait_s: float, a
 
 
 def read_ids(ids: Sequence[str]) -> list[DocId]:
-    """Return the ids that were typed; "-" stands for those on standard input, one a line."""
+    """Return the given ids; "-" reads them from standard input, one per line."""
     return [each for doc_id in ids for each in ([doc_id] if doc_id != "-" else sys.stdin.read().splitlines()) if each]
 
 
 def lines_of(receipt: ForgetReceipt) -> list[str]:
-    """Return a receipt as a person reads it."""
+    """Return a receipt as text."""
     tiers = [f"{tier} {receipt.num_blocks.get(tier, 0)} blocks ({_size(n)})" for tier, n in receipt.num_bytes.items()]
     chunks = f", {receipt.num_variants} versions for chunk reuse" * bool(receipt.num_variants)
     lines = [
@@ -94,7 +94,7 @@ def lines_of(receipt: ForgetReceipt) -> list[str]:
 
 
 def lines_of_unknown(doc_ids: Sequence[DocId]) -> list[str]:
-    """Return a line that names the ids without KV on the server; none without such ids."""
+    """Return a line with the ids without KV on the server; empty if there are none."""
     named = ", ".join(map(printable, doc_ids[:10])) + ", ..." * (len(doc_ids) > 10)
     return [f"unknown to this server: {named}"] if doc_ids else []
 
@@ -103,7 +103,7 @@ def lines_of_unknown(doc_ids: Sequence[DocId]) -> list[str]:
 def forgetting(
     urls: Sequence[str], api_key: str | None
 ) -> Iterator[Callable[[Sequence[DocId]], dict[str, ForgetReceipt]]]:
-    """Yield what has the servers at some addresses forget documents that a store has no more as they were.
+    """Yield a function that deletes a store's changed documents from the caches of servers.
 
     A server that does not answer is an error before anything is changed; one that does not forget says what to do.
     """
@@ -120,8 +120,9 @@ def forgetting(
                 except EngineError as error:
                     named = " ".join(map(shlex.quote, doc_ids[:10])) + " ..." * (len(doc_ids) > 10)
                     raise EngineError(
-                        f"the store is changed, but {len(doc_ids)} former documents are not forgotten at {url} "
-                        f"({error}): do 'ragcache forget {named} --url {url}' when it answers"
+                        f"the store is changed, but the cache of {url} still has {len(doc_ids)} removed "
+                        f"documents ({error}): run 'ragcache forget {named} --url {url}' when the server "
+                        "answers"
                     ) from error
             return receipts
 
@@ -129,14 +130,14 @@ def forgetting(
 
 
 def check_complete(receipts: Mapping[str, ForgetReceipt]) -> None:
-    """Raise EngineError where something is left in one of some servers."""
+    """Raise EngineError if some KV is left on a server."""
     for receipt in receipts.values():
         if not receipt.is_complete:
             raise EngineError(why_incomplete(receipt))
 
 
 def why_incomplete(receipt: ForgetReceipt) -> str:
-    """Return what is left of documents, and what to do about it."""
+    """Return the KV that is left, with a hint."""
     parts = [
         f"{receipt.num_requests} running requests still use it" * bool(receipt.num_requests),
         f"{receipt.num_pending} blocks are still being copied or overwritten" * bool(receipt.num_pending),

@@ -39,34 +39,55 @@ if TYPE_CHECKING:
 _DEFAULT_TOKENS = 512
 
 _OPTIONS: tuple[Callable[[Callable[..., Any]], Callable[..., Any]], ...] = (
-    click.option("--chunk-chars", type=int, help="Longest text chunk, in characters. [default: the store's own; 1600]"),
     click.option(
-        "--chunk-min-chars", type=int, help="End a chunk at its best seam after that many. [default: the longest]"
+        "--chunk-chars",
+        type=int,
+        help="Maximum length of a text chunk in characters. [default: the store's own, 1600 for a new store]",
     ),
-    click.option("--chunk-overlap-chars", type=int, help="Repeat the end of a chunk. [default: the store's own; 0]"),
+    click.option(
+        "--chunk-min-chars",
+        type=int,
+        help="Characters after which a chunk may end at a good boundary. [default: --chunk-chars]",
+    ),
+    click.option(
+        "--chunk-overlap-chars",
+        type=int,
+        help="Characters of a chunk that the next one repeats. [default: the store's own, 0 for a new store]",
+    ),
     click.option(
         "--tokenizer",
         metavar="MODEL",
-        help="Split by tokens of a model: a folder, or a name of the hub. [default: the store's own; by characters]",
+        help="Split by tokens of this model: a folder, or a name on the Hugging Face hub. [default: "
+        "the store's own, by characters for a new store]",
     ),
-    click.option("--chunk-tokens", type=int, help="Longest text chunk, in tokens. [default: the store's own; 512]"),
     click.option(
-        "--chunk-min-tokens", type=int, help="End a chunk at its best seam after that many. [default: the longest]"
+        "--chunk-tokens",
+        type=int,
+        help="Maximum length of a text chunk in tokens. [default: the store's own, 512 for a new store]",
     ),
-    click.option("--chunk-overlap-tokens", type=int, help="Repeat the end of a chunk. [default: the store's own; 0]"),
+    click.option(
+        "--chunk-min-tokens",
+        type=int,
+        help="Tokens after which a chunk may end at a good boundary. [default: --chunk-tokens]",
+    ),
+    click.option(
+        "--chunk-overlap-tokens",
+        type=int,
+        help="Tokens of a chunk that the next one repeats. [default: the store's own, 0 for a new store]",
+    ),
 )
 _LENGTHS = {"chunk_{}": "max_length", "chunk_min_{}": "min_length", "chunk_overlap_{}": "overlap"}
 
 
 def splitting_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the options that say how texts are split; the command gets them under their own names."""
+    """Add the options for splitting texts, under their own names."""
     for option in reversed(_OPTIONS):
         command = option(command)
     return command
 
 
 def choose_splitting(store: Path, given_options: dict[str, Any]) -> tuple[Splitting, Chunking]:
-    """Return how texts for the store at ``store`` are split, and what is to be noted of it.
+    """Return the splitting of texts for the store at ``store``, and its record.
 
     What the options do not say is as it was; by tokens a store is split by those of one tokenizer, or not at all.
 
@@ -87,7 +108,9 @@ def choose_splitting(store: Path, given_options: dict[str, Any]) -> tuple[Splitt
     )
     name = given_options["tokenizer"]
     if chars and (tokens or name is not None):
-        raise ConfigError("chunks are cut by characters or by tokens: leave the --chunk options of one of them out")
+        raise ConfigError(
+            "the --chunk options in characters and in tokens exclude each other: leave those of one of them out"
+        )
     by_tokens = bool(tokens or name is not None)
     if former is not None and (chars or by_tokens) and by_tokens != (former.unit == "tokens"):
         raise ConfigError(
@@ -98,7 +121,7 @@ def choose_splitting(store: Path, given_options: dict[str, Any]) -> tuple[Splitt
         name = former.tokenizer
     if name is None:
         if tokens:
-            raise ConfigError("tokens are those of a model: name it with --tokenizer MODEL")
+            raise ConfigError("the --chunk options in tokens count tokens of a model: name it with --tokenizer MODEL")
         chunking = replace(former or Chunking(), **chars)
         return Splitting(chunking.max_length, chunking.min_length, chunking.overlap), chunking
     counted, sha256 = _token_counter(name)
@@ -114,7 +137,7 @@ def choose_splitting(store: Path, given_options: dict[str, Any]) -> tuple[Splitt
 
 
 def _token_counter(name: str) -> tuple[Callable[[str], int], str]:
-    """Return what counts the tokens of a text, and the hash of the tokenizer that does."""
+    """Return a token counter, and the hash of its tokenizer."""
     from ragcache_core.ingest.token_counter import TokenCounter
 
     counter = TokenCounter(name)
@@ -128,7 +151,7 @@ _DOCUMENTS_PER_REPORT = 32
 
 @dataclass(frozen=True, slots=True)
 class IndexSummary:
-    """What a run of ``ragcache index`` did."""
+    """The result of ``ragcache index``."""
 
     store: str
     num_files: int
@@ -174,9 +197,18 @@ def _count(number: int, noun: str) -> str:
 )
 @click.argument("paths", nargs=-1, required=True, type=click.Path(path_type=Path), metavar="DIR...")
 @store_option
-@click.option("--index", type=click.Choice(["ivf", "hnsw", "flat"]), help="Kind of a new store's index. [default: ivf]")
-@click.option("--metric", type=click.Choice(["l2", "ip"]), help="Distance in a new store. [default: l2]")
-@click.option("--encoding", type=click.Choice(["flat", "sq8", "pq"]), help="Vectors in a new store. [default: flat]")
+@click.option("--index", type=click.Choice(["ivf", "hnsw", "flat"]), help="Vector index of a new store. [default: ivf]")
+@click.option(
+    "--metric",
+    type=click.Choice(["l2", "ip"]),
+    help="Distance of vectors in a new store: l2 (Euclidean) or ip (inner product). [default: l2]",
+)
+@click.option(
+    "--encoding",
+    type=click.Choice(["flat", "sq8", "pq"]),
+    help="Encoding of vectors in a new store: flat (float32), sq8 (8 bits) or pq (product "
+    "quantisation). [default: flat]",
+)
 @embedder_option
 @splitting_options
 @click.option(
@@ -185,7 +217,7 @@ def _count(number: int, noun: str) -> str:
     show_default=True,
     callback=read_size,
     metavar="SIZE",
-    help="Reject longer files.",
+    help="Reject files above this size.",
 )
 @click.option(
     "--max-file-seconds",
@@ -193,24 +225,25 @@ def _count(number: int, noun: str) -> str:
     type=float,
     default=120.0,
     show_default=True,
-    help="Skip a file after this much processor time.",
+    help="Skip a file that takes more than this many seconds of CPU time.",
 )
-@click.option("--skip-errors", is_flag=True, help="End with exit code 0 although documents were left out.")
+@click.option("--skip-errors", is_flag=True, help="Exit with status 0 even if documents were skipped.")
 @click.option("--update", is_flag=True, help="Replace stored documents whose files have changed.")
-@click.option("--prune", is_flag=True, help="Remove stored documents of deleted files of DIR.")
+@click.option("--prune", is_flag=True, help="Remove stored documents whose files no longer exist in DIR.")
 @forget_option
 @click.option(
     "--warm",
     "warm_url",
     metavar="URL",
-    help="Afterwards warm this server's cache, as 'ragcache warm' does.",
+    help="Afterwards prefill the documents on this server, as 'ragcache warm' does.",
 )
 @click.option(
     "--register",
     "register_urls",
     metavar="URL",
     multiple=True,
-    help="Afterwards register the store's documents with this server, for clients without RAGCache; may be repeated.",
+    help="Afterwards register the documents with this server, so that it recognises them in "
+    "prompts of any client. May be repeated.",
 )
 @api_key_option
 @click.option("--rebuild-index", is_flag=True, help="Rebuild the store's index from its vectors, if it is damaged.")
@@ -274,8 +307,8 @@ def index(
         outdated = [doc_id for doc_id in changes.replaced if doc_id not in gone]
         if outdated and not update:
             raise DuplicateDocumentError(
-                f"document {outdated[0]!r} is in {store}, but not as its file is now ({len(outdated)} "
-                "are not): replace what has changed with --update, or choose another --store"
+                f"{len(outdated)} documents in {store} differ from their files, {outdated[0]!r} for "
+                "one: replace them with --update, or choose another --store"
             )
         _store(target, changes)
         stored = set(target.ids())
@@ -326,7 +359,7 @@ def index(
 
 
 def _register(store: DocumentStore, url: str, api_key: str | None) -> RegistrationReceipt:
-    """Register the documents of a store with a server, and report those that cannot be.
+    """Register a store's documents with a server, and report those that it rejects.
 
     What is registered already costs the server no more than its hash, so a run that was interrupted is repeated.
     """
@@ -344,13 +377,13 @@ def _register(store: DocumentStore, url: str, api_key: str | None) -> Registrati
 
 
 def _gone(origins: Mapping[DocId, FileOrigin], paths: Iterable[Path]) -> list[DocId]:
-    """Return the stored documents of files that were in one of the directories, and are not there any more."""
+    """Return the stored documents of deleted files in the directories."""
     folders = {os.path.realpath(path) for path in paths if path.is_dir()}
     return [doc_id for doc_id, origin in origins.items() if origin.folder in folders and origin.is_gone()]
 
 
 def _read(paths: Iterable[Path], splitting: Splitting, limits: FileLimits) -> tuple[FoundFiles, list[FileReading], int]:
-    """Return the files at ``paths``, their documents, and the number of bad documents, files and directories."""
+    """Return the files at ``paths``, their documents, and the numbers of invalid documents, files and directories."""
     from ragcache_core.ingest import find_files, read_files
 
     num_bad = 0
@@ -367,7 +400,7 @@ def _read(paths: Iterable[Path], splitting: Splitting, limits: FileLimits) -> tu
             readings.append(reading)
             bar.advance()
     if not any(reading.documents for reading in readings):
-        raise DocumentError(f"none of {len(files.files)} files holds a document that can be stored: nothing was done")
+        raise DocumentError(f"none of {len(files.files)} files holds a document that can be stored: nothing was stored")
     return files, readings, num_bad
 
 
@@ -375,7 +408,7 @@ def _read(paths: Iterable[Path], splitting: Splitting, limits: FileLimits) -> tu
 def _opened(
     path: Path, embedder: EmbedderName | None, options: dict[str, str], rebuild_index: bool
 ) -> Iterator[DocumentStore]:
-    """Open the store, or make it; what was made and then failed is taken away again."""
+    """Open or create the store; remove a created one after a failure."""
     from ragcache_core.retrieval import DocumentStore
 
     try:
@@ -412,7 +445,7 @@ def _check_options(store: DocumentStore, options: dict[str, str]) -> None:
 
 
 def _check_origins(changes: Changes, origins: Mapping[DocId, FileOrigin], read: Mapping[DocId, FileOrigin]) -> None:
-    """Refuse to replace the document of one file by that of another one: both are there, and have the same name."""
+    """Reject replacing one file's document by another file's of the same name."""
     for document in changes.changed:
         before, now = origins.get(document.doc_id, read[document.doc_id]), read[document.doc_id]
         if before != now and not before.is_gone():
@@ -423,7 +456,7 @@ def _check_origins(changes: Changes, origins: Mapping[DocId, FileOrigin], read: 
 
 
 def _store(store: DocumentStore, changes: Changes) -> None:
-    """Save the changes: what is read in one step, then without the chunks that are left over."""
+    """Save the changes: new documents in one step, then without obsolete chunks."""
     documents = [*changes.changed, *changes.new]
     with Bar("embedding", unit="steps") as bar:  # the built-in embedder learns from new documents first: half of it
         store.put(documents, progress=bar.move_to, batch_size=_DOCUMENTS_PER_REPORT)

@@ -1,4 +1,4 @@
-"""``ragcache profile``: measure what a prefill costs, for loads and policies that weigh recompute cost."""
+"""``ragcache profile``: measure prefill times, for loads and policies that use recompute cost."""
 
 from __future__ import annotations
 
@@ -55,22 +55,43 @@ _NOISY_SPREAD = 0.25
 @api_key_option
 @tokenizer_option
 @click.option(
-    "--kv-cache-bytes", metavar="SIZE", help="GPU KV cache of the engine, as 512MiB. [default: vLLM's choice]"
+    "--kv-cache-bytes",
+    metavar="SIZE",
+    help="Size of the engine's GPU KV cache, such as 512MiB. [default: vLLM's choice]",
 )
 @click.option("--block-size", type=int, metavar="TOKENS", help="Tokens in a KV block. [default: vLLM's choice]")
-@click.option("--max-tokens", type=click.IntRange(1), help="Longest prompt to measure. [default: the engine's longest]")
-@click.option("--repeats", type=click.IntRange(1), default=3, show_default=True, help="Times per point; their median.")
-@click.option("--steps", is_flag=True, help="Measure answers beside one another as well, for 'ragcache simulate'.")
 @click.option(
-    "--host-memory", metavar="SIZE", help="Measure loads from host memory of that size as well; takes --kv-cache-bytes."
+    "--max-tokens", type=click.IntRange(1), help="Longest prompt to measure, in tokens. [default: the engine's maximum]"
 )
-@click.option("--output", type=click.Path(path_type=Path), metavar="FILE", help="Keep the profile here instead.")
-@click.option("--dry-run", is_flag=True, help="Show what would be measured, and launch nothing.")
+@click.option(
+    "--repeats",
+    type=click.IntRange(1),
+    default=3,
+    show_default=True,
+    help="Measurements per point; the profile has their median.",
+)
+@click.option(
+    "--steps",
+    is_flag=True,
+    help="Also measure the time of engine steps with several running requests, which 'ragcache simulate' uses.",
+)
+@click.option(
+    "--host-memory",
+    metavar="SIZE",
+    help="Also measure loads from a host tier of this size, such as 4GiB; needs --kv-cache-bytes.",
+)
+@click.option(
+    "--output",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Write the profile to this file instead of the user's cache folder.",
+)
+@click.option("--dry-run", is_flag=True, help="Print what would be measured, without launching an engine.")
 @click.option(
     "--startup-timeout",
     type=FiniteRange(0, min_open=True),
     metavar="S",
-    help="Seconds without progress after which loading is aborted. [default: 600]",
+    help="Abort the start after this many seconds without progress in loading. [default: 600]",
 )
 @log_option
 @vllm_args_argument
@@ -110,9 +131,13 @@ def profile(
     }
     given = [name for name, value in of_a_launch.items() if value is not None]
     if url is not None and given:
-        raise click.UsageError(f"A server that runs already takes no options of a launch: leave out {given[0]}.")
+        raise click.UsageError(
+            f"{given[0]} configures a launched engine, but --url names a running server: leave {given[0]} out."
+        )
     if url is not None and output is None and not _is_here(url):
-        raise click.UsageError(f"The server at {url} has hardware of its own: give --output FILE, or profile it there.")
+        raise click.UsageError(
+            f"The profile of the server at {url} belongs to its machine: give --output FILE, or run this command there."
+        )
     from ragcache_core.client.launch.arguments import check_model
     from ragcache_core.client.profiling import make_grid
     from ragcache_core.config import CacheConfig
@@ -133,7 +158,9 @@ def profile(
         make_grid(block_size=block_size or _ASSUMED_BLOCK_SIZE, max_tokens=max_tokens)
 
     if url is not None and tokenizer is not None:
-        raise click.UsageError("A server that runs already has its tokenizer: leave out --tokenizer, or --url.")
+        raise click.UsageError(
+            "--tokenizer configures a launched engine, but --url names a running server: leave one of them out."
+        )
 
     def join() -> Engine:
         if url is not None:
@@ -180,7 +207,7 @@ def _launch(
     log: Path | None,
     vllm_args: tuple[str, ...],
 ) -> Engine:
-    """Launch plain vLLM, with its own host memory at most: what is measured is its own prefix cache."""
+    """Launch plain vLLM, with its own host memory at most, to measure its prefix cache."""
     from ragcache_core.client import Engine
     from ragcache_core.client.launch.settings import VLLMOffload
     from ragcache_core.runtime.environment import CPU_KV_CACHE_BYTES_ENV
@@ -201,7 +228,7 @@ def _launch(
 
 
 def _plan(model: str, block_size: int | None, max_tokens: int | None) -> Grid:
-    """Return what would be measured as far as the model's folder tells."""
+    """Return the measurements to make, as far as the model's folder shows."""
     from ragcache_core.client.profiling import make_grid
 
     try:
@@ -242,7 +269,7 @@ def _measure(engine: Engine, facts: EngineFacts, grid: Grid, repeats: int) -> tu
 def _measure_more(
     engine: Engine, facts: EngineFacts, repeats: int, sizes: CacheConfig, *, steps: bool
 ) -> dict[str, Any]:
-    """Return what a profile has beside its times, as far as it was asked for."""
+    """Return the requested further measurements of a profile."""
     from ragcache_core.client.profiling import asker
     from ragcache_core.client.profiling_steps import asker_together, measure_loads, measure_steps
 
@@ -317,7 +344,7 @@ def _keep(
 
 
 def _table(measurements: Sequence[Measurement]) -> str:
-    """Return the medians in milliseconds: a row for each cached length, a column for each new one."""
+    """Return the medians in milliseconds: cached lengths as rows, new lengths as columns."""
     median_ms = {(m.num_cached_tokens, m.num_new_tokens): f"{m.median_s * 1000:,.1f}" for m in measurements}
     cached, new = (sorted({point[axis] for point in median_ms}) for axis in (0, 1))
     rows = ([f"{row:,}", *(median_ms.get((row, column), "-") for column in new)] for row in cached)

@@ -1,4 +1,4 @@
-"""``ragcache quality``: what reusing, reordering or exchanging documents costs in answers, and saves in tokens."""
+"""``ragcache quality``: the effect of reusing, reordering or replacing documents on answers and tokens."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ DEFAULT_ALPHAS: dict[SelectionName, tuple[float, ...]] = {
     "cache_craft": (0.3, 0.6, 1.0, 2.0),
     "whole_chunks": (1.3, 1.5, 1.7, 2.0, 3.0),
 }
-"""From what recomputes little to what recomputes nearly all that changed its place."""
+"""From little recompute to nearly full recompute of moved chunks."""
 
 
 class Alphas(click.ParamType[Any]):
-    """Numbers with commas between them, each 0 or more."""
+    """Comma-separated numbers of 0 or more."""
 
     name = "alphas"
 
@@ -54,7 +54,8 @@ _MODEL_OPTIONS: tuple[Callable[[Callable[..., Any]], Callable[..., Any]], ...] =
         type=click.Path(path_type=Path),
         required=True,
         metavar="FILE",
-        help="JSON lines with question, answer, documents and, if there are several, kind; or a published set's file.",
+        help="Questions: JSON lines with question, answer, documents and, optionally, kind; or the "
+        "file of a published data set.",
     ),
     click.option(
         "--format",
@@ -62,24 +63,32 @@ _MODEL_OPTIONS: tuple[Callable[[Callable[..., Any]], Callable[..., Any]], ...] =
         type=click.Choice(get_args(QuestionFormat)),
         default="auto",
         show_default=True,
-        help="What the file is; auto goes by its first record.",
+        help="Format of the questions; auto detects it from the first record.",
     ),
     click.option(
         "--corpus",
         type=click.Path(path_type=Path, exists=True, file_okay=False),
         metavar="DIR",
-        help="The questions name their documents: files of this folder. [default: they hold the texts]",
+        help="Folder with the documents that the questions name. [default: the questions contain the texts]",
     ),
-    click.option("--limit", type=click.IntRange(1), metavar="N", help="Questions, equally many of each kind."),
+    click.option(
+        "--limit",
+        type=click.IntRange(1),
+        metavar="N",
+        help="Maximum number of questions, the same number of each kind. [default: all]",
+    ),
     click.option(
         "--selection",
         type=click.Choice(get_args(SelectionName)),
         default=DEFAULT_SELECTION,
         show_default=True,
-        help="Which tokens of reused documents are computed all the same.",
+        help="Method that selects which tokens of reused documents are recomputed.",
     ),
     click.option(
-        "--alphas", type=Alphas(), metavar="A,A,...", help="How much is computed. [default: some of the selection]"
+        "--alphas",
+        type=Alphas(),
+        metavar="A,A,...",
+        help="Values of alpha to compare; a larger alpha recomputes more. [default: several, by the selection]",
     ),
     click.option(
         "--max-recompute",
@@ -87,20 +96,32 @@ _MODEL_OPTIONS: tuple[Callable[[Callable[..., Any]], Callable[..., Any]], ...] =
         default=1.0,
         show_default=True,
         metavar="SHARE",
-        help="Of a reused document, the most that is computed.",
+        help="Maximum share of a reused document that is recomputed, 0 to 1.",
     ),
-    click.option("--max-tokens", type=click.IntRange(1), default=64, show_default=True, help="Tokens of an answer."),
     click.option(
-        "--kv-cache-bytes", metavar="SIZE", help="GPU KV cache of the engines, as 512MiB. [default: vLLM's choice]"
+        "--max-tokens",
+        type=click.IntRange(1),
+        default=64,
+        show_default=True,
+        help="Maximum length of an answer in tokens.",
+    ),
+    click.option(
+        "--kv-cache-bytes",
+        metavar="SIZE",
+        help="Size of the engines' GPU KV cache, such as 512MiB. [default: vLLM's choice]",
     ),
     click.option("--block-size", type=int, metavar="TOKENS", help="Tokens in a KV block. [default: vLLM's choice]"),
-    click.option("--host-bytes", metavar="SIZE", help="Host memory, half of it for chunks. [default: see 'serve']"),
+    click.option(
+        "--host-bytes",
+        metavar="SIZE",
+        help="Size of host memory, half of it for chunks, such as 4GiB. [default: as for 'ragcache serve']",
+    ),
     click.option(
         "--startup-timeout",
         type=FiniteRange(0, min_open=True),
         default=600.0,
         show_default=True,
-        help="Seconds without progress after which loading is aborted.",
+        help="Abort the start after this many seconds without progress in loading.",
     ),
 )
 
@@ -114,7 +135,7 @@ def model_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 @click.command(
     cls=Command,
-    short_help="Measure what reusing or reordering documents costs in answers.",
+    short_help="Measure how chunk reuse or document order changes answers.",
     examples=[
         "ragcache quality examples/demo_model --questions questions.jsonl",
         "ragcache quality org/model --questions questions.jsonl --limit 200 --alphas 1.5,2 -- --max-model-len 16384",
@@ -131,26 +152,28 @@ def model_options(command: Callable[..., Any]) -> Callable[..., Any]:
     "document_orders",
     type=click.Choice([order for order in DOCUMENT_ORDERS if order != "retrieval"]),
     multiple=True,
-    help="Audit this order of documents instead of their reuse; may be given twice.",
+    help="Measure this document order instead of chunk reuse; may be repeated.",
 )
 @click.option(
     "--max-score-loss",
     type=FiniteRange(0, max=1, max_open=True),
     metavar="SHARE",
-    help="Audit documents that take the places of nearly equal ones; the questions have scores, and more documents.",
+    help="Measure score-tolerant substitution with this loss, 0 to 1, instead of chunk reuse. The "
+    "questions need document scores and spare documents.",
 )
 @click.option(
     "--documents",
     "num_shown",
     type=click.IntRange(1),
     metavar="K",
-    help="Documents to show of each question, the best first; others may replace them. [default: all]",
+    help="Documents per prompt, the best first; the others may replace them. [default: all]",
 )
 @model_options
 @click.option(
     "--deduplicate",
     is_flag=True,
-    help="Ask them as turns of conversations, and compare referring to a document with showing it again.",
+    help="Ask the questions as turns of conversations, and compare references to earlier documents "
+    "with repeated documents.",
 )
 @vllm_args_argument
 def quality(
@@ -162,7 +185,7 @@ def quality(
     deduplicate: bool,
     **options: Any,
 ) -> None:
-    """Answer questions with several methods, and compare right answers and computed tokens.
+    """Answer questions with several methods, and compare correct answers and computed tokens.
 
     MODEL is a folder in Hugging Face format, or a name of the hub. One engine after the other is launched for it: full
     recompute; prefix caching; naive reuse of documents computed alone; and chunk reuse with increasing recompute. The
@@ -190,9 +213,11 @@ def quality(
 
     methods = order_methods(document_orders, max_score_loss)
     if deduplicate and methods:
-        raise click.UsageError("--deduplicate is audited by itself: leave --document-order and --max-score-loss out.")
+        raise click.UsageError("--deduplicate is measured alone: leave --document-order and --max-score-loss out.")
     if deduplicate and options["alphas"] is not None:
-        raise click.UsageError("--deduplicate is audited by itself: leave --alphas out, which is for reuse.")
+        raise click.UsageError(
+            "--deduplicate cannot be combined with --alphas, which is for chunk reuse: leave --alphas out."
+        )
     run, alphas = quality_run(model, options, num_shown=num_shown, max_score_loss=max_score_loss)
     is_reuse_audited = not methods or options["alphas"] is not None
     methods = [PREFIX, *methods] if methods else [FULL, PREFIX]
@@ -214,7 +239,7 @@ def quality(
 def quality_run(
     model: str, options: dict[str, Any], *, num_shown: int | None = None, max_score_loss: float | None = None
 ) -> tuple[QualityRun, tuple[float, ...]]:
-    """Return what :func:`model_options` ask for: the run, and the alphas.
+    """Return the run and alphas of the options of :func:`asking_options`.
 
     Raises:
         ConfigError: no such questions, or a size that cannot work; no question has documents with scores beyond
@@ -256,13 +281,13 @@ def _check_candidates(questions: Sequence[Question], num_shown: int | None, path
         )
     if num_shown is None or all(len(question.documents) <= num_shown for question in questions):
         raise ConfigError(
-            f"no question of {path} has more documents than are shown, so that none can take another's place: give "
-            "--documents, less than the lines have"
+            f"no question in {path} has more documents than are shown, so none can be "
+            "substituted: set --documents below the number of documents per question"
         )
 
 
 def measured(run: QualityRun, methods: Sequence[Method]) -> Iterator[tuple[Method, list[QualitySummary]]]:
-    """Yield what each method came to, compared with the first, with a progress bar on a terminal."""
+    """Yield each method's result compared with the first, with a progress bar on a terminal."""
     from ragcache_core.quality import summarise
 
     reference = None

@@ -46,13 +46,15 @@ _POLL_S = 1.0
     ],
 )
 @click.argument("model")
-@click.option("--host", default="127.0.0.1", show_default=True, help="The address to listen on.")
+@click.option(
+    "--host", default="127.0.0.1", show_default=True, help="Address to listen on; 0.0.0.0 for all interfaces."
+)
 @click.option(
     "--port",
     type=click.IntRange(0, 65535),
     default=8000,
     show_default=True,
-    help="The port to listen on; 0 takes a free one.",
+    help="Port to listen on; 0 for a free one.",
 )
 @click.option(
     "--data-parallel-size",
@@ -70,7 +72,7 @@ _POLL_S = 1.0
     type=click.IntRange(0),
     default=3,
     show_default=True,
-    help="Restarts after a crash or hang, within the window.",
+    help="Maximum number of restarts after a crash or hang within --restart-window.",
 )
 @click.option(
     "--restart-window",
@@ -78,7 +80,7 @@ _POLL_S = 1.0
     default=600.0,
     show_default=True,
     metavar="S",
-    help="Seconds in which restarts are counted.",
+    help="Window in seconds in which restarts are counted.",
 )
 @click.option(
     "--hang-timeout",
@@ -86,7 +88,7 @@ _POLL_S = 1.0
     default=30.0,
     show_default=True,
     metavar="S",
-    help="Seconds without an answer and CPU activity after which an engine counts as hung; 0 disables the check.",
+    help="Treat the engine as hung after this many seconds without an answer and CPU activity; 0 disables the check.",
 )
 @click.option(
     "--startup-timeout",
@@ -94,7 +96,7 @@ _POLL_S = 1.0
     default=600.0,
     show_default=True,
     metavar="S",
-    help="Seconds without progress after which loading is aborted.",
+    help="Abort the start after this many seconds without progress in loading.",
 )
 @click.option(
     "--drain",
@@ -123,7 +125,7 @@ _POLL_S = 1.0
     type=click.Choice(["text", "json"]),
     default="text",
     show_default=True,
-    help="json: the log, and what this command prints, as one JSON object a line.",
+    help="Format of the log and of this command's output; json: one JSON object per line.",
 )
 @vllm_args_argument
 def serve(
@@ -159,11 +161,13 @@ def serve(
     if no_cache and (given := _flags_of({"cache_config": cache_config, **cache_settings})):
         raise click.UsageError(f"--no-cache runs plain vLLM: leave out {', '.join(given)}.")
     if no_cache and record_trace is not None:
-        raise click.UsageError("--record-trace needs the cache, which knows the documents: leave out --no-cache.")
+        raise click.UsageError("--record-trace needs RAGCache: leave out --no-cache.")
     if data_parallel_size is not None and record_trace is not None:
-        raise click.UsageError("--record-trace is one server's file: leave it or --data-parallel-size out.")
+        raise click.UsageError(
+            "--record-trace writes the requests of one server: leave out --record-trace or --data-parallel-size."
+        )
     if probe_port is not None and port <= probe_port < max(port, 1) + (data_parallel_size or 1):
-        raise click.UsageError(f"--probe-port {probe_port} is a port of the server itself: choose another.")
+        raise click.UsageError(f"--probe-port {probe_port} is the server's own port: choose another.")
     cache = None if no_cache else read_cache_config(cache_config, cache_settings)
     from ragcache_core.client import Engine
     from ragcache_core.runtime.trace_recorder import recording_in_server
@@ -201,11 +205,12 @@ def serve(
             except SystemExit:  # SIGTERM
                 state.is_stopping = True
                 say(f"stopping: running requests have {drain:g} s", as_json=in_json)
-                engine.drain(drain)
+                if not engine.drain(drain):
+                    say("requests that still run are cut", level="WARNING", as_json=in_json)
 
 
 class _State:
-    """The state of the command, as a liveness probe gets it."""
+    """The command's state for liveness probes."""
 
     def __init__(self) -> None:
         self.engines: Sequence[Engine] = ()
@@ -221,14 +226,14 @@ class _State:
 
 
 def _probes(host: str, port: int | None, state: _State) -> AbstractContextManager[object]:
-    """Return what answers liveness probes; nothing without a port."""
+    """Return the probe server; ``None`` without a port."""
     from ragcache_core.client.launch.probes import ProbeServer
 
     return nullcontext() if port is None else ProbeServer(host, port, state)
 
 
 def _flags_of(settings: dict[str, object]) -> list[str]:
-    """Return the options that were given, as they are typed."""
+    """Return the given options as typed."""
     names = (
         param for param in click.get_current_context().command.params if settings.get(param.name or "") is not None
     )
@@ -249,7 +254,7 @@ def _shows_key(api_key: str | None, engines: Sequence[Engine], *, in_json: bool)
 
 
 def _announce(engines: Sequence[Engine], as_json: bool, *, has_page: bool, shows_key: bool) -> None:
-    """Print where the server is; of several, where each is."""
+    """Print the address of the server, or of each of several."""
     all_facts = [_facts_of(engine, has_page=has_page, shows_key=shows_key) for engine in engines]
     if as_json:
         ranks = {"ranks": all_facts} if len(engines) > 1 else {}
@@ -277,7 +282,7 @@ def _facts_of(engine: Engine, *, has_page: bool, shows_key: bool) -> dict[str, o
 
 
 def _watch(engines: Sequence[Engine]) -> None:
-    """Raise when a server has died for good; a supervisor's warnings tell of restarts."""
+    """Raise when a server has stopped for good; warnings of the supervisor report restarts."""
     while True:
         time.sleep(_POLL_S)
         for engine in engines:

@@ -32,14 +32,13 @@ if TYPE_CHECKING:
 )
 @click.argument("trace", type=click.Path(path_type=Path), metavar="TRACE")
 @simulation_options()
-@click.option("--per-request", is_flag=True, help="Put a record of each request into the JSON.")
-@output_option("Where options and summary go as JSON.")
+@click.option("--per-request", is_flag=True, help="Add a record of each request to the JSON.")
+@output_option("Write options and summary to this JSON file.")
 def run(trace: Path, per_request: bool, output: Path | None, as_json: bool, **settings: Any) -> None:
-    """Simulate an engine, or --replicas of them, that serve TRACE, with the project's own tree, policies and queue.
+    """Simulate one engine, or --replicas of them, that serve TRACE, with RAGCache's own tree, policies and queue.
 
-    TRACE is a file of 'ragcache trace'. Blocks of its prompts are kept on the GPU, in host memory and on disk as the
-    policy has it. TTFT counts from a request's arrival, its search included. 'ragcache simulate sweep' runs many
-    combinations.
+    TRACE is a file of 'ragcache trace'. The policy decides which blocks stay on the GPU, in host memory and on disk.
+    TTFT counts from a request's arrival and includes its search. 'ragcache simulate sweep' runs many combinations.
     """
     from ragcache_core.sim.options import SimulationOptions
     from ragcache_core.sim.simulator import simulate as run_simulation
@@ -47,7 +46,7 @@ def run(trace: Path, per_request: bool, output: Path | None, as_json: bool, **se
     from ragcache_core.sim.traces.trace import read_trace
 
     if per_request and output is None and not as_json:
-        raise click.UsageError("--per-request makes records of JSON: give --output OUT as well, or --json.")
+        raise click.UsageError("--per-request adds records to the JSON: give --output OUT or --json as well.")
     with options_in_cli_wording(run):
         options = SimulationOptions(**settings)
         load_testbed(options.cost_model)
@@ -67,12 +66,12 @@ def run(trace: Path, per_request: bool, output: Path | None, as_json: bool, **se
 
 
 class SimulateGroup(Group):
-    """``simulate TRACE``, and the commands below it: a first word that names none of them is a trace."""
+    """``simulate TRACE`` and its subcommands; a first word that is no subcommand is a trace."""
 
     def make_context(
         self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
     ) -> click.Context:
-        """Return the context of a command below this one, or of a simulation."""
+        """Return the context of a subcommand, or of a simulation."""
         if args and args[0] in self.commands:
             return super().make_context(info_name, args, parent, **extra)
         return run.make_context(info_name, args, parent, **extra)
@@ -87,7 +86,7 @@ simulate.add_command(sweep)
 
 
 def table(result: SimulationResult) -> str:
-    """Return the summary as lines to read."""
+    """Return the summary as text lines."""
     options, summary = result.options, result.summary
     tiers = {"gpu": options.gpu_tokens, "host": options.host_tokens, "disk": options.disk_tokens}
     sizes = ", ".join(f"{tier} {size:,}" for tier, size in tiers.items() if size)
@@ -122,7 +121,7 @@ def _fleet_rows(result: SimulationResult) -> list[tuple[str, str]]:
 
 
 def _replica_lines(result: SimulationResult) -> list[str]:
-    """Return a line for each replica, under a head; none for one engine."""
+    """Return a line per replica below a header; empty for one engine."""
     if not result.replicas:
         return []
     line = "{:<9}{:>10}{:>10}{:>13}{:>13}{:>8}"

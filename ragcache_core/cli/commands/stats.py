@@ -1,4 +1,4 @@
-"""``ragcache stats``: what a running server says about its cache, once or again and again."""
+"""``ragcache stats``: the cache statistics of a running server, once or repeatedly."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _DOC_ID_CHARS = 40
 
 @dataclass(frozen=True, slots=True)
 class TerminalSize:
-    """How many characters and lines a terminal has: what does not fit is left out, and bars are drawn where they do."""
+    """Size of a terminal in characters and lines, to which output is fitted."""
 
     width: int
     height: int
@@ -72,7 +72,7 @@ def reading_view(model: str, address: str, now: datetime, reading: EngineStats, 
 def watched_view(
     model: str, address: str, now: datetime, reading: EngineStats, last: Interval | None, room: TerminalSize
 ) -> RenderableType:
-    """Return a reading beside what was counted since the one before: what matters most fits 64 x 16 characters."""
+    """Return a reading with the counts since the previous one; the main part fits 64 x 16 characters."""
     from rich.console import Group
 
     kind = "plain vLLM, without RAGCache" if reading.policy is None else f"policy {reading.policy}"
@@ -134,7 +134,7 @@ def _rates(reading: EngineStats, last: Interval | None) -> Iterator[Sequence[str
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """What was counted between two readings that lie ``seconds`` apart."""
+    """The counts between two readings, ``seconds`` apart."""
 
     counted: EngineStats
     seconds: float
@@ -210,6 +210,13 @@ def _cache_counters(reading: EngineStats) -> Iterator[tuple[str, str]]:
         unusable = f"{chunks.num_mismatched_chunks:,} mismatched, {chunks.num_too_long_chunks:,} too long"
         gone = f"{chunks.num_capacity_misses:,} without free space, {chunks.num_evicted_chunks:,} evicted"
         damaged = f"{chunks.num_corrupt_chunks:,} corrupt, {chunks.num_lost_chunks:,} lost"
+        for kind in chunks.kinds:
+            counts = f"{kind.num_errors:,} of {kind.num_audits:,} audited answers differed"
+            in_use = (
+                "stopped" if kind.is_stopped else f"alpha {kind.alpha:g}, error rate at most {kind.error_bound:.1%}"
+            )
+            share = f"{kind.num_approximate:,} of {kind.num_answers:,} answers approximate"
+            yield f"kind {kind.kind}", f"{share}, {counts}; {in_use}"
         yield "unused chunks", f"{unusable}, {gone}, {damaged}, {chunks.num_dropped_chunks:,} dropped"
 
 
@@ -266,7 +273,7 @@ def _bar(tier: TierStats) -> RenderableType:
 
 
 def _printable(doc_id: str) -> str:
-    """Return an id that cannot steer a terminal, and fits."""
+    """Return an id without control characters, shortened to fit."""
     shown = printable(doc_id)
     return shown if len(shown) <= _DOC_ID_CHARS else f"{shown[: _DOC_ID_CHARS - 3]}..."
 
@@ -284,9 +291,9 @@ _MIN_WATCH_S = 0.1
         "ragcache stats --url http://127.0.0.1:8000 --watch --every 10 --json",
     ],
 )
-@click.option("--url", required=True, metavar="URL", help="The server's address, as 'ragcache serve' prints it.")
+@click.option("--url", required=True, metavar="URL", help="Address of the server, as 'ragcache serve' prints it.")
 @api_key_option
-@click.option("--watch", is_flag=True, help="Repeat until Ctrl-C, with rates since the last reading.")
+@click.option("--watch", is_flag=True, help="Update until Ctrl-C, with rates since the last reading.")
 @click.option(
     "--every",
     "every_s",
@@ -297,14 +304,14 @@ _MIN_WATCH_S = 0.1
 def stats(url: str, api_key: str | None, watch: bool, every_s: float | None, as_json: bool) -> None:
     """Print the counters of the server at URL since it started: hit rates, tiers, hottest documents.
 
-    With --watch they fill the terminal and are updated, with rates since the last reading; a restarting server is
-    waited for. In a file or a pipe, readings follow each other as plain text. With --json each reading is one line, and
-    a server that does not answer ends the watch. Ctrl-C ends it with exit status 0.
+    With --watch the counters fill the terminal and are updated, with rates since the last reading. The watch waits for
+    a server that restarts. In a file or a pipe, readings follow each other as plain text. With --json each reading is
+    one line, and the watch ends if the server does not answer. Ctrl-C ends it with exit status 0.
     """
     from ragcache_core.client import Engine
 
     if every_s is not None and not watch:
-        raise click.UsageError("--every is the pause between readings of --watch: give --watch as well.")
+        raise click.UsageError("--every is the interval of --watch: give --watch as well.")
     try:
         with Engine.connect(url, api_key=api_key, tokenizer=False) as engine:
             if watch:
@@ -331,7 +338,7 @@ def _print_once(engine: Engine, reading: EngineStats) -> None:
 
 
 def _watch(engine: Engine, every_s: float, *, as_json: bool) -> NoReturn:
-    """Return never: show readings until Ctrl-C. A server that goes away is waited for, but with ``as_json``.
+    """Show readings until Ctrl-C. Wait for a server that restarts, except with ``as_json``.
 
     Raises:
         EngineUnreachableError: it went away, or was never there.
@@ -361,7 +368,7 @@ def _watch(engine: Engine, every_s: float, *, as_json: bool) -> NoReturn:
 
 
 class _Lines:
-    """Prints each reading below the one before: as text, or as a line of JSON."""
+    """Prints readings one after the other, as text or JSON lines."""
 
     def __init__(self, as_json: bool) -> None:
         self._as_json, self._is_away = as_json, False
@@ -386,7 +393,7 @@ class _Lines:
 
 
 class _Screen:
-    """Draws each reading over the one before, on the whole terminal; the last one is printed in the end."""
+    """Draws each reading over the previous one on the whole terminal, and prints the last one at the end."""
 
     def __enter__(self) -> Self:
         from rich.console import Console

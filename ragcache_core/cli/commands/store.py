@@ -1,4 +1,4 @@
-"""``ragcache store``: what a document store holds, and what is to be taken out of it."""
+"""``ragcache store``: list and remove documents of a store."""
 
 from __future__ import annotations
 
@@ -38,8 +38,10 @@ def store() -> None:
     ],
 )
 @store_option
-@click.option("--offset", type=click.IntRange(0), default=0, show_default=True, help="Documents to skip.")
-@click.option("--limit", type=click.IntRange(1), default=_PAGE, show_default=True, help="Documents to list.")
+@click.option("--offset", type=click.IntRange(0), default=0, show_default=True, help="Number of documents to skip.")
+@click.option(
+    "--limit", type=click.IntRange(1), default=_PAGE, show_default=True, help="Maximum number of documents to list."
+)
 def ls(store: Path, offset: int, limit: int, as_json: bool) -> None:
     """List documents with their lengths in characters and the files they came from, in the order they were added.
 
@@ -118,7 +120,7 @@ def rm(ids: tuple[str, ...], store: Path, forget_urls: tuple[str, ...], api_key:
 )
 @click.argument("folders", nargs=-1, type=click.Path(path_type=Path), metavar="[DIR]...")
 @store_option
-@click.option("--dry-run", is_flag=True, help="Name what would be removed, and remove nothing.")
+@click.option("--dry-run", is_flag=True, help="List what would be removed, without removing it.")
 @forget_option
 @api_key_option
 def prune(
@@ -154,8 +156,8 @@ def prune(
             gone_files = {origin for origin in files if origin.is_gone()}
             if len(gone_files) == len(files) and folder not in named:
                 raise ConfigError(
-                    f"none of the {len(files)} files of {folder} is there: mount it, or if that is meant name it, "
-                    f"'ragcache store prune {folder}'; nothing was removed"
+                    f"none of the {len(files)} files of {folder} exists: mount the directory, or confirm "
+                    f"with 'ragcache store prune {folder}'; nothing was removed"
                 )
             gone += [doc_id for doc_id, origin in by_folder[folder].items() if origin in gone_files]
         if not dry_run:
@@ -166,7 +168,7 @@ def prune(
 
 
 def _opened(path: Path, *, read_only: bool = False) -> DocumentStore:
-    """Open a store to look at it and to take out of it, which asks nothing of the embedder."""
+    """Open a store for reading and removal, which need no embedder."""
     from ragcache_core.retrieval import DocumentStore, PrecomputedEmbedder, TfidfSvdEmbedder
     from ragcache_core.retrieval.storage.manifest import read_manifest
 

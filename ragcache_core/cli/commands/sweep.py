@@ -81,16 +81,20 @@ def _listed_options(command: Callable[..., Any]) -> Callable[..., Any]:
     *("system_tokens", "cost_model", "queue", "window", "block_size", "retrieval_s", "max_batch"),
     *("overlaps_transfers", "chunk_reuse", "chunk_share", "warm_up"),
 )
-@click.option("--jobs", type=click.IntRange(1), metavar="N", help="Runs at a time. [default: one for each core]")
-@output_option("Where options and summary of every run go; finished runs are kept beside it until all are.")
+@click.option(
+    "--jobs", type=click.IntRange(1), metavar="N", help="Number of simulations at a time. [default: one per core]"
+)
+@output_option(
+    "Write options and summary of every run to this JSON file; until then, finished runs are in a file beside it."
+)
 @click.option(
     "--plot",
     "plot",
     type=click.Path(path_type=Path, dir_okay=False),
     metavar="OUT.png|.svg|.html",
-    help="TTFT and hit rate against the capacity that varies.",
+    help="Plot TTFT and hit rate against the capacity that varies.",
 )
-@click.option("--resume", is_flag=True, help="Leave out what an earlier sweep into OUT finished.")
+@click.option("--resume", is_flag=True, help="Skip the runs that an earlier sweep into OUT finished.")
 def sweep(
     traces: tuple[Path, ...],
     policies: tuple[str, ...],
@@ -107,7 +111,7 @@ def sweep(
     as_json: bool,
     **settings: Any,
 ) -> None:  # fmt: skip
-    """Simulate every combination of policies, orders and capacities on each TRACE, several at a time.
+    """Simulate every combination of policies, orders and capacities on each TRACE, several runs at a time.
 
     A trace is a file of 'ragcache trace'. After Ctrl-C, a sweep with --output keeps the finished runs, and --resume
     continues it. --resume also reuses runs of an earlier sweep with the same settings.
@@ -146,7 +150,7 @@ def sweep(
 
 
 def _count_requests(traces: Sequence[Path], base: SimulationOptions) -> dict[Path, int]:
-    """Return how many requests each trace has; one that is broken or does not fit is refused before anything runs.
+    """Return the number of requests of each trace; reject an invalid one before any run.
 
     Raises:
         TraceError: a line is broken. ConfigError: the options do not fit a trace.
@@ -197,7 +201,7 @@ def _run(
 
 
 def clear_journal(journal: Journal, keys: AbstractSet[str]) -> None:
-    """Remove the journal, unless it holds runs besides ``keys`` that no other file has: a wider sweep's."""
+    """Remove the journal, unless it has runs besides ``keys`` that no other file has."""
     num_others = len(journal.read().keys() - keys)
     if num_others:
         click.echo(f"ragcache: {journal.path} keeps {num_others} finished runs that were not asked for", err=True)
@@ -206,7 +210,7 @@ def clear_journal(journal: Journal, keys: AbstractSet[str]) -> None:
 
 
 def read_finished(journal: Journal, output: Path, *, is_resumed: bool) -> dict[str, FinishedRun]:
-    """Return the runs that need not be done again, of an interrupted sweep and of the last whole one.
+    """Return the finished runs of an interrupted sweep, and of the last complete one.
 
     Raises:
         ConfigError: runs of an interrupted sweep, or of the last whole one, would be lost.
@@ -233,7 +237,7 @@ def read_finished(journal: Journal, output: Path, *, is_resumed: bool) -> dict[s
 
 
 def table(runs: Sequence[FinishedRun]) -> Table:
-    """Return a table with a row for each run; only what differs between the runs is named."""
+    """Return a table with a row per run, with the settings that differ between runs."""
     from ragcache_core.reports.page import Table
 
     varied = _varied(runs)
@@ -246,7 +250,7 @@ def table(runs: Sequence[FinishedRun]) -> Table:
 
 
 def plots(runs: Sequence[FinishedRun]) -> list[Plot]:
-    """Return mean TTFT and hit rate against the capacity that varies, for each trace; bars, where none does."""
+    """Return mean TTFT and hit rate over the varying capacity for each trace; bars if none varies."""
     from ragcache_core.reports.plots import bars, lines
 
     varied = [name for name in _varied(runs) if name != "trace"]
@@ -277,7 +281,7 @@ def plots(runs: Sequence[FinishedRun]) -> list[Plot]:
 
 
 def report(runs: Sequence[FinishedRun], num_requests: Mapping[str, int], notes: Sequence[str]) -> Report:
-    """Return plots and table of a sweep, with what was simulated and ``notes``; ``num_requests`` by trace."""
+    """Return plots and table of a sweep, with its settings and ``notes``; ``num_requests`` by trace."""
     from ragcache_core.reports.page import Report, worded
 
     options, varied = dict(runs[0].options), _varied(runs)
@@ -303,7 +307,7 @@ def report(runs: Sequence[FinishedRun], num_requests: Mapping[str, int], notes: 
 
 
 def notes_on(runs: Sequence[FinishedRun], *, leaves_out_belady: bool) -> list[str]:
-    """Return what a reader should know of the runs, each sentence once."""
+    """Return the notes of all runs, each sentence once."""
     from ragcache_core.sim.sweep import above_belady
 
     left_out = "there is no belady with order cache_aware or replicas, which decide while they run"

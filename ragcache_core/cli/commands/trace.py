@@ -1,4 +1,4 @@
-"""``ragcache trace``: make a trace of requests, import one from a log, say what one is like."""
+"""``ragcache trace``: make a trace of requests, import one from a log, show its statistics."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _UNITS = ((86_400, "day"), (3_600, "hour"), (60, "minute"), (1, "second"))
 
 
 def reuse_tables(reuse: TraceReuse) -> list[Table]:
-    """Return what ``reuse`` says, a few rows each; what has nothing to say is left out."""
+    """Return the tables of ``reuse``, without empty ones."""
     from ragcache_core.reports.page import Table
 
     tables = []
@@ -64,7 +64,7 @@ def reuse_tables(reuse: TraceReuse) -> list[Table]:
 
 
 def reuse_report(name: str, summary: TraceSummary, reuse: TraceReuse) -> Report:
-    """Return the same with plots. The trace has the file ``name``."""
+    """Return the tables with plots, titled by the trace's file ``name``."""
     from ragcache_core.reports.page import Report
     from ragcache_core.reports.plots import lines
 
@@ -132,11 +132,11 @@ _output_option = click.option(
     type=click.Path(path_type=Path, allow_dash=True),
     default=_STANDARD_OUTPUT,
     metavar="FILE",
-    help="Where the trace goes, packed if it ends in .gz. [default: -, standard output]",
+    help="Write the trace to this file; compressed if its name ends in .gz. [default: -, standard output]",
 )
 
 
-@click.group(cls=Group, short_help="Make a trace of requests, import one from a log, look at one.")
+@click.group(cls=Group, short_help="Make, import or show a trace of requests.")
 def trace() -> None:
     """Make, import and show traces: when requests come, and which documents each retrieves.
 
@@ -149,7 +149,7 @@ def trace() -> None:
 
 @trace.command(
     cls=Command,
-    short_help="Make a trace like a published workload's.",
+    short_help="Make a trace with the statistics of a published workload.",
     examples=[
         "ragcache trace make --workload mmlu --requests 15000 --seed 1 --output mmlu.jsonl",
         "ragcache trace make --workload nq --requests 1000000 --documents 300000 --seed 2 --output nq.jsonl.gz",
@@ -160,36 +160,71 @@ def trace() -> None:
     "--workload",
     type=click.Choice(WORKLOAD_NAMES),
     required=True,
-    help="The workload whose statistics the requests have.",
+    help="Workload whose published statistics the trace has.",
 )
-@click.option("--requests", "num_requests", type=click.IntRange(1), required=True, metavar="N", help="How many.")
-@click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Another seed, another trace.")
+@click.option(
+    "--requests", "num_requests", type=click.IntRange(1), required=True, metavar="N", help="Number of requests."
+)
+@click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Random seed.")
 @_output_option
-@click.option("--documents", "num_documents", type=int, metavar="N", help="Documents that there are.")
-@click.option("--k", "documents_per_request", type=int, metavar="N", help="Documents that a request retrieves.")
-@click.option("--rate", "requests_per_s", type=float, metavar="R", help="Requests a second; arrivals are Poisson's.")
-@click.option("--skew", type=float, help="Popularity is (rank + shift) ** -skew.")
-@click.option("--shift", type=float, help="See --skew.")
-@click.option("--mean-tokens", type=float, metavar="N", help="Mean length of a document, before it is cut to bounds.")
-@click.option("--sigma", type=float, help="Deviation of the logarithm of lengths.")
-@click.option("--least-tokens", type=int, metavar="N", help="The shortest document.")
-@click.option("--most-tokens", type=int, metavar="N", help="The longest document.")
+@click.option("--documents", "num_documents", type=int, metavar="N", help="Number of documents in the corpus.")
+@click.option("--k", "documents_per_request", type=int, metavar="N", help="Documents retrieved per request.")
+@click.option(
+    "--rate",
+    "requests_per_s",
+    type=float,
+    metavar="R",
+    help="Mean arrival rate in requests per second (Poisson arrivals).",
+)
+@click.option("--skew", type=float, help="Exponent of document popularity: (rank + shift) ** -skew.")
+@click.option("--shift", type=float, help="Shift of the rank in document popularity; see --skew.")
+@click.option(
+    "--mean-tokens",
+    type=float,
+    metavar="N",
+    help="Mean document length in tokens, before it is clipped to --least-tokens and --most-tokens.",
+)
+@click.option("--sigma", type=float, help="Standard deviation of the logarithm of document lengths (lognormal).")
+@click.option("--least-tokens", type=int, metavar="N", help="Minimum document length in tokens.")
+@click.option("--most-tokens", type=int, metavar="N", help="Maximum document length in tokens.")
 @click.option(
     "--length-correlation",
     type=float,
     metavar="R",
-    help="Of length with popularity, -1 to 1; above 0 popular are long.",
+    help="Correlation of document length with popularity, -1 to 1; above 0 popular documents are longer.",
 )
-@click.option("--primary-first", type=float, metavar="P", help="How often the best document comes first, 0 to 1.")
-@click.option("--drift-every", type=int, metavar="N", help="Requests after which popularity changes; 0 for never.")
-@click.option("--drift-share", type=float, metavar="P", help="How many of the popular documents swap places then.")
 @click.option(
-    "--repeat-share", type=float, metavar="P", help="Share of requests about the topic of one of the last 40."
+    "--primary-first", type=float, metavar="P", help="Share of requests whose best document comes first, 0 to 1."
 )
-@click.option("--goes-on", type=float, metavar="P", help="Conversations that have a second turn; 0 for none.")
-@click.option("--think-median-s", type=float, metavar="S", help="Median time from one turn to the next.")
-@click.option("--question-median", type=float, metavar="N", help="Median length of a question.")
-@click.option("--mean-output-tokens", type=float, metavar="N", help="Mean length of an answer.")
+@click.option(
+    "--drift-every",
+    type=int,
+    metavar="N",
+    help="Number of requests between two changes of popularity; 0 for no change.",
+)
+@click.option(
+    "--drift-share",
+    type=float,
+    metavar="P",
+    help="Share of the popular documents that change rank at each change, 0 to 1.",
+)
+@click.option(
+    "--repeat-share",
+    type=float,
+    metavar="P",
+    help="Share of requests about the topic of one of the last 40 requests, 0 to 1.",
+)
+@click.option(
+    "--goes-on",
+    type=float,
+    metavar="P",
+    help="Share of conversations with a second turn, 0 to 1; 0 makes single questions.",
+)
+@click.option(
+    "--think-median-s", type=float, metavar="S", help="Median time between two turns of a conversation, in seconds."
+)
+@click.option("--question-median", type=float, metavar="N", help="Median question length in tokens.")
+@click.option("--mean-output-tokens", type=float, metavar="N", help="Mean answer length in tokens.")
 def make(
     workload: str, num_requests: int, seed: int, output: Path, as_json: bool, **changes: float | None
 ) -> None:  # fmt: skip
@@ -222,7 +257,7 @@ def make(
 @trace.command(
     name="import",
     cls=Command,
-    short_help="Make a trace of a log, or of a published trace.",
+    short_help="Convert a log or a published trace.",
     examples=[
         "ragcache trace import requests.jsonl --output mine.jsonl",
         "ragcache trace import runs.jsonl --format langchain --lengths tokens.json --output mine.jsonl",
@@ -237,16 +272,35 @@ def make(
     type=click.Choice(LOG_FORMATS),
     default="auto",
     show_default=True,
-    help="Whose log it is; auto: what its first telling line has.",
+    help="Format of the log; auto uses the first line that identifies one.",
 )
 @_output_option
 @click.option(
     "--lengths", type=click.Path(path_type=Path), metavar="FILE", help='Tokens of documents by id, as {"d17": 1904}.'
 )
-@click.option("--mean-tokens", type=click.IntRange(1), metavar="N", help="Tokens of a document of unknown length.")
-@click.option("--question-tokens", type=click.IntRange(0), default=32, show_default=True, help="Where it is unknown.")
-@click.option("--output-tokens", type=click.IntRange(1), default=1, show_default=True, help="Where it is unknown.")
-@click.option("--speculative", is_flag=True, help="Count requests that were sent ahead of their search's end, too.")
+@click.option(
+    "--mean-tokens",
+    type=click.IntRange(1),
+    metavar="N",
+    help="Length in tokens of documents whose length the log does not have.",
+)
+@click.option(
+    "--question-tokens",
+    type=click.IntRange(0),
+    default=32,
+    show_default=True,
+    help="Question length in tokens where the log has none.",
+)
+@click.option(
+    "--output-tokens",
+    type=click.IntRange(1),
+    default=1,
+    show_default=True,
+    help="Answer length in tokens where the log has none.",
+)
+@click.option(
+    "--speculative", is_flag=True, help="Also include speculative requests, which were sent before their search ended."
+)
 def import_(
     log: Path,
     log_format: str,
@@ -319,7 +373,7 @@ def import_(
     "--plot",
     type=click.Path(path_type=Path, dir_okay=False),
     metavar="OUT.png|.svg|.html",
-    help="Plots of how its documents recur, as in the papers' figures.",
+    help="Write plots of how documents recur to this file.",
 )
 def show(file: Path, plot: Path | None, as_json: bool) -> None:
     """Show the statistics of the trace in FILE: size, lengths, and how documents recur.

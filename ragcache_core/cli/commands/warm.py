@@ -1,4 +1,4 @@
-"""``ragcache warm``: prefill likely documents by a forecast, and compare it with the outcome."""
+"""``ragcache warm``: prefill documents by a forecast, and compare the forecast with the outcome."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _HIT_COUNTS = ("num_requests", "num_prefix_query_tokens", "num_hit_tokens", "num
 
 @click.command(
     cls=Command,
-    short_help="Prefill documents that are likely to return.",
+    short_help="Prefill documents that are likely to be retrieved.",
     examples=[
         "ragcache warm --store notes.store --url http://127.0.0.1:8000 --from-log questions.txt",
         "ragcache warm --store notes.store --url http://127.0.0.1:8000 --trace mine.jsonl --budget 20GiB",
@@ -52,13 +52,14 @@ _HIT_COUNTS = ("num_requests", "num_prefix_query_tokens", "num_hit_tokens", "num
         "ragcache warm --report warmed.json --url http://127.0.0.1:8000     (some hours later)",
     ],
 )
-@click.option("--store", type=click.Path(path_type=Path), metavar="PATH", help="The document store's directory.")
-@click.option("--url", required=True, metavar="URL", help="The server's address, as 'ragcache serve' prints it.")
+@click.option("--store", type=click.Path(path_type=Path), metavar="PATH", help="Directory of the document store.")
+@click.option("--url", required=True, metavar="URL", help="Address of the server, as 'ragcache serve' prints it.")
 @api_key_option
 @expectation_options
 @click.option(
     "--budget", callback=lambda *given: None if given[2] is None else read_size(*given), metavar="SIZE",
-    help="KV to prefill at most, as 20GiB. [default: what the largest tier holds]",
+    help="Maximum size of the KV to prefill, such as 20GiB. [default: the size of the largest "
+"tier]",
 )  # fmt: skip
 @click.option(
     "--wait-ready",
@@ -69,13 +70,15 @@ _HIT_COUNTS = ("num_requests", "num_prefix_query_tokens", "num_hit_tokens", "num
     metavar="[SECONDS]",
     help=f"Wait for a server that does not answer yet. [without a number: {_WAIT_READY_S:g}]",
 )
-@click.option("--dry-run", is_flag=True, help="Say what would be prefilled and what it would bring, and do nothing.")
-@output_option("Where plan, forecast and receipt go as JSON, for --report.")
+@click.option(
+    "--dry-run", is_flag=True, help="Print what would be prefilled, and the forecast gain, without prefilling it."
+)
+@output_option("Write plan, forecast and result to this JSON file, for --report.")
 @click.option(
     "--report",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="Warm nothing: set the forecast in FILE, an earlier --output, beside what was found since.",
+    help="Compare the forecast in FILE, the --output of an earlier run, with the hits since then. Prefills nothing.",
 )
 def warm(
     store: Path | None,
@@ -124,7 +127,7 @@ def warm(
 
 
 def _joined(url: str, api_key: str | None, wait_s: float | None) -> Engine:
-    """Return the engine at ``url`` once it answers."""
+    """Return the engine at ``url`` when it answers."""
     from ragcache_core.client import Engine
 
     until_s = time.monotonic() + (wait_s or 0.0)
@@ -156,12 +159,12 @@ def _counted(stats: EngineStats) -> dict[str, float]:
 
 
 def _read_counts(stats: EngineStats) -> dict[str, object]:
-    """Return what an engine has counted until now, of the hottest documents as well."""
+    """Return an engine's present counts, including those of the most used documents."""
     return {"counted": _counted(stats), "uses": {use.doc_id: use.frequency for use in stats.hottest_documents}}
 
 
 def _compare(path: Path, url: str, api_key: str | None, *, as_json: bool) -> None:
-    """Print the forecast of an earlier run beside what the engine has counted since."""
+    """Print the forecast of an earlier run with the engine's counts since then."""
     from ragcache_core.client import Engine
 
     report_data = _read_report(path)
@@ -234,4 +237,4 @@ def _read_report(path: Path) -> dict[str, Any]:
     match report_data:
         case {"format": 1, "forecast": dict(), "paths": list(), "counted": dict()}:
             return dict(report_data)
-    raise ConfigError(f"--report {path} is no report of a warming that was done: {cure}")
+    raise ConfigError(f"--report {path} is not the --output of a finished 'ragcache warm': {cure}")

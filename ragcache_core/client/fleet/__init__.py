@@ -1,1 +1,1 @@
-"""Several replicas of one server, asked as one engine."""
+"""Several replicas of one server, used as one engine."""

@@ -1,4 +1,4 @@
-"""Find the replicas of a fleet behind a name, and follow them while they come and go."""
+"""Find the replicas of a fleet by a DNS name, and update them when they start and stop."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ logger = logger_of(__name__)
 
 
 class ServiceName:
-    """A DNS name that stands for several servers, as that of a headless service of Kubernetes."""
+    """A DNS name of several servers, such as a headless service of Kubernetes."""
 
     def __init__(self, url: str, host: str, port: int) -> None:
         self.url = url
@@ -70,15 +70,15 @@ class ServiceName:
 
 
 class ReplicaFinder:
-    """Looks for replicas every ``refresh_s`` seconds, in a thread of its own from :meth:`follow` to :meth:`close`.
+    """Looks up replicas every ``refresh_s`` seconds in a thread, from :meth:`follow` to :meth:`close`.
 
-    A found address joins the fleet when it answers and serves what the others serve. A replica leaves the fleet when
-    its address is missing from what was found: at once if it does not answer, otherwise after three look-ups. What it
-    is answering it ends. Nothing leaves the fleet while the look-up itself fails or finds nothing.
+    An address joins the fleet when it answers and serves the same model as the others. A replica leaves the fleet when
+    look-ups lack its address: at once if it does not answer, otherwise after three look-ups. Its running requests
+    finish. No replica leaves while look-ups fail or find no address.
     """
 
     def __init__(self, source: Callable[[], Sequence[str]], connect: Callable[[str], Engine], refresh_s: float) -> None:
-        """Look for nothing yet.
+        """Store the settings; the first look-up is in :meth:`first`.
 
         Args:
             source: returns the addresses as they are now, or raises ``OSError``. Its text names it in warnings.
@@ -96,7 +96,7 @@ class ReplicaFinder:
         self._is_known = True
 
     def first(self, timeout_s: float | None) -> Engine:
-        """Return the first engine that answers; look for one for ``timeout_s`` seconds, ``None`` without an end.
+        """Return the first engine that answers; try for ``timeout_s`` seconds, or without limit if it is ``None``.
 
         Raises:
             EngineUnreachableError: none answers in time.
@@ -119,7 +119,7 @@ class ReplicaFinder:
             time.sleep(_RETRY_S)
 
     def follow(self, replicas: ReplicaSet, served: Callable[[Engine], dict[str, Any]]) -> None:
-        """Look now, then begin the thread. ``served`` returns what an engine serves, which is the same for all."""
+        """Look up the replicas now, then start the thread. ``served`` returns the model of an engine, equal for all."""
         first = replicas.all[0].engine
         expected = served(first)
         self._look(replicas, first.base_url, expected, served)
@@ -137,7 +137,7 @@ class ReplicaFinder:
         self._thread.start()
 
     def close(self) -> None:
-        """End the thread, and close the replicas that have left the fleet. May be called again."""
+        """Stop the thread, and close the removed replicas. Idempotent."""
         self._closed.set()
         if (thread := self._thread) is not None and thread is not threading.current_thread():
             thread.join(_CLOSE_S)  # a look-up may wait for a name server
@@ -155,7 +155,7 @@ class ReplicaFinder:
     def _look(
         self, replicas: ReplicaSet, name: str, expected: dict[str, Any], served: Callable[[Engine], dict[str, Any]]
     ) -> None:
-        """Add the replicas that are new, and remove those that are gone."""
+        """Add new replicas, and remove those that are gone."""
         self._close_retired(replicas)
         addresses, why = self._look_up()
         if not addresses:
@@ -191,7 +191,7 @@ class ReplicaFinder:
             return [engine for engine in threads.map(join, addresses) if engine is not None]
 
     def _report(self, address: str, why: str) -> None:
-        """Warn once of a server that is found and cannot be used, and once more if the reason changes."""
+        """Warn once about a server that cannot be used, and again if the reason changes."""
         if self._reported.get(address) != why:
             logger.warning("RC-REPLICA-REJECTED: replica %s is left out of the fleet: %s", address, why)
             self._reported[address] = why
@@ -205,7 +205,7 @@ class ReplicaFinder:
                 logger.info("replica %s has left the fleet", replica.name)
 
     def _close_retired(self, replicas: ReplicaSet) -> None:
-        """Close the replicas that have answered what they were asked."""
+        """Close the removed replicas that have answered all of their requests."""
         for retired in list(self._retired):
             since_s, replica = retired
             if replica.load.num_running == 0 or time.monotonic() - since_s > _MAX_RETIRED_S:
@@ -215,7 +215,7 @@ class ReplicaFinder:
 
 
 def served_or_none(engine: Engine, served: Callable[[Engine], dict[str, Any]]) -> dict[str, Any]:
-    """Return what an engine serves; nothing where it does not say so now."""
+    """Return the model identity of an engine; empty if it does not report one now."""
     try:
         return served(engine)
     except EngineError:
@@ -223,7 +223,7 @@ def served_or_none(engine: Engine, served: Callable[[Engine], dict[str, Any]]) -
 
 
 def difference(name: str, expected: dict[str, Any], other_name: str, other: dict[str, Any]) -> str | None:
-    """Return what makes one server no replica of another one; ``None``: nothing that is known."""
+    """Return the setting in which two servers differ, so that they are no replicas; ``None`` if they are."""
     for what, value in expected.items():
         if value is not None and other.get(what) is not None and other[what] != value:
             return (

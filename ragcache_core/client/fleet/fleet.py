@@ -1,4 +1,4 @@
-"""A fleet: several servers of one model, asked like one engine, each question at the one that knows its documents."""
+"""A fleet: several servers of one model, used like one engine; requests go to the replica with their documents."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ logger = logger_of(__name__)
 
 
 def served_model_identity(engine: Engine) -> dict[str, str | int | None]:
-    """Return by name what a replica serves; what differs in another one makes it no replica of the same."""
+    """Return the settings that must be equal in all replicas, by name."""
     offered = engine.tokenizer.identity
     cache = "plain vLLM" if engine.stats().policy is None else "RAGCache"
     return {"model": engine.model, "max_model_len": engine.max_model_len, "tokenizer": offered, "cache": cache}
 
 
 class Fleet(EngineClient):
-    """Replicas of one server, to be used wherever an :class:`~ragcache_core.client.engine.Engine` is.
+    """Replicas of one server, with the methods of an :class:`~ragcache_core.client.engine.Engine`.
 
     ::
 
@@ -70,7 +70,7 @@ class Fleet(EngineClient):
         resume_streams: ResumeStreams = "all",
         finder: ReplicaFinder | None = None,
     ) -> None:
-        """Make a fleet of engines, launched or connected, which :meth:`close` ends.
+        """Make a fleet of launched or connected engines, which :meth:`close` closes.
 
         Where none answers, requests wait ``restart_timeout_s`` seconds for one. The rest is as of ``Engine.launch``.
         A ``finder`` adds and removes replicas from then on: :meth:`connect` passes it.
@@ -102,7 +102,7 @@ class Fleet(EngineClient):
 
     @property
     def engines(self) -> tuple[Engine, ...]:
-        """The replicas, as they are known now."""
+        """The present replicas."""
         return tuple(replica.engine for replica in self._replicas.all)
 
     @classmethod
@@ -119,36 +119,37 @@ class Fleet(EngineClient):
         first_token_timeout_s: FirstTokenTimeout = AUTO,
         resume_streams: ResumeStreams = "all",
     ) -> Self:
-        """Join servers that run already, at a list of addresses or behind one name.
+        """Connect to running servers, by a list of addresses or one DNS name.
 
-        ``"dns+http://service:8000"`` names all servers at the addresses of ``service``, as of a headless service of
-        Kubernetes. The fleet begins with those that answer, looks the name up every ``refresh_s`` seconds, and adds and
-        removes replicas as they come and go. If none answers yet, it waits ``restart_timeout_s`` seconds for one. What
-        is found and cannot be used, as a server of another model, is left out with a warning.
+        ``"dns+http://service:8000"`` stands for all servers at the addresses of ``service``, such as a headless service
+        of Kubernetes. The fleet begins with those that answer, looks the name up every ``refresh_s`` seconds, and adds
+        and removes replicas. If none answers yet, it waits ``restart_timeout_s`` seconds for one. A server that cannot
+        be used, for example with another model, is skipped with a warning.
 
         All servers of a list must answer when the fleet is made. With ``refresh_s`` one is enough, and the others join
         when they answer.
 
         Args:
             urls: the replicas' addresses, ``["http://a:8000", ...]``, or ``"dns+http://service:8000"``.
-            refresh_s: seconds between two looks for replicas; by default 5 for a name, and none for a list.
-            api_key: of all replicas.
-            tokenizer: as of ``Engine.connect``, and so are all others.
+            refresh_s: seconds between two look-ups of replicas; by default 5 for a name, none for a list.
+            api_key: API key of all replicas.
+            tokenizer: see ``Engine.connect``, also for the other arguments.
             timeout_s: seconds in which a replica must answer.
-            restart_timeout_s: seconds that a request waits where no replica answers.
-            hang_timeout_s: seconds without any answer after which a replica hangs.
+            restart_timeout_s: seconds that a request waits while no replica answers.
+            hang_timeout_s: seconds without any answer after which a replica counts as hung.
             first_token_timeout_s: seconds after which a request without a token is sent to another replica.
-            resume_streams: which streamed answers continue at another replica.
+            resume_streams: which streamed answers continue on another replica: ``"all"``, ``"greedy"`` or ``"off"``.
 
         Raises:
             ConfigError: no address, one address twice, or servers of different models.
-            EngineUnreachableError, EngineAuthError, EngineError: of one of them, as of ``Engine.connect``.
+            EngineUnreachableError, EngineAuthError, EngineError: from a replica; see ``Engine.connect``.
         """
         named = ServiceName.of(urls) if isinstance(urls, str) and urls.startswith("dns+") else None
         if named is None and (isinstance(urls, str) or not urls):
             raise ConfigError(
-                f"urls is {urls!r:.80}: give a list of the replicas' addresses, ['http://a:8000', ...], or a name that "
-                "resolves to them, 'dns+http://service:8000'; a proxy before them is joined with Engine.connect(url)"
+                f"urls is {urls!r:.80}: give a list of the replicas' addresses, ['http://a:8000', "
+                "...], or a name that resolves to them, 'dns+http://service:8000'; connect to a "
+                "proxy in front of them with Engine.connect(url)"
             )
         check_seconds("refresh_s", refresh_s)
         check_seconds("restart_timeout_s", restart_timeout_s or None)
@@ -184,7 +185,7 @@ class Fleet(EngineClient):
 
     @classmethod
     def _of_list(cls, urls: Sequence[str], join: Callable[[str], Engine], settings: dict[str, Any]) -> Self:
-        """Return a fleet of servers that all answer now."""
+        """Return a fleet of listed servers, which must all answer."""
         futures: list[Future[Engine]] = []
         try:
             with ThreadPoolExecutor(len(urls)) as threads:
@@ -202,20 +203,20 @@ class Fleet(EngineClient):
         return await asyncio.to_thread(cls.connect, urls, **settings)
 
     def stats(self) -> EngineStats:
-        """Return the counters of all replicas that answer, added up; see ``Engine.stats``."""
+        """Return the sum of the counters of all replicas that answer; see ``Engine.stats``."""
         return self._merged(self._map_replicas(lambda engine: engine.stats()))
 
     async def astats(self) -> EngineStats:
         return await asyncio.to_thread(self.stats)
 
     def forget(self, doc_ids: Iterable[DocId], *, wait_s: float = 30.0) -> ForgetReceipt:
-        """Remove the KV of documents from every replica; see ``Engine.forget``.
+        """Delete the KV of documents from every replica; see ``Engine.forget``.
 
         Raises:
             EngineError: a replica did not say that it has; the others have. Ask again when it is back.
         """
         wanted = doc_ids if isinstance(doc_ids, str) else list(doc_ids)
-        self._documents.begin(wanted, wait_s)  # what is kept here of answers goes first
+        self._documents.begin(wanted, wait_s)  # delete cached answers first
         receipts = _on_each(lambda engine: engine.forget(wanted, wait_s=wait_s), self._some())
         merged: ForgetReceipt = reduce(ForgetReceipt.merge_replicas, receipts)
         return merged
@@ -226,7 +227,7 @@ class Fleet(EngineClient):
     def register(
         self, documents: Iterable[Document], *, progress: Callable[[int], object] | None = None
     ) -> RegistrationReceipt:
-        """Register documents with every replica; see ``Engine.register``. Those count that all replicas registered.
+        """Register documents with every replica; see ``Engine.register``. Counts those that all replicas registered.
 
         Raises:
             EngineError: a replica did not say that it has; the others have. Repeat the call when it is back.
@@ -246,11 +247,11 @@ class Fleet(EngineClient):
             engine.register_in_background(batch)
 
     def drain(self, timeout_s: float) -> bool:
-        """Have every replica take no more requests, and return whether they answer none any more in time."""
+        """Reject new requests in every replica, and return whether the running ones finish in time."""
         return all(_on_each(lambda engine: engine.drain(timeout_s), self.engines))
 
     def close(self, grace_s: float = GRACE_S) -> None:
-        """Close the connections, and every replica's; launched ones end. May be called again."""
+        """Close all connections, and stop the launched replicas. Idempotent."""
         if self._process.is_forked:
             return
         if self._finder is not None:
@@ -262,17 +263,17 @@ class Fleet(EngineClient):
         return f"Fleet(model={self.model!r}, replicas={self._replicas.names()})"
 
     def _some(self) -> tuple[Engine, ...]:
-        """Return the replicas.
+        """Return the replicas; raise if there is none.
 
         Raises:
             EngineUnreachableError: none is known.
         """
         if not (engines := self.engines):
-            raise EngineUnreachableError("the fleet has no replica now: are the servers running?")
+            raise EngineUnreachableError("no replica of the fleet is available: check that their servers run")
         return engines
 
     def _map_replicas(self, ask: Callable[[Engine], _Answer]) -> list[_Answer]:
-        """Return the answers of the replicas that give one.
+        """Return the results of the replicas that answer.
 
         Raises:
             EngineError: none does.
@@ -287,7 +288,7 @@ class Fleet(EngineClient):
 
         self._some()
         replicas = self._replicas.ready() or self._replicas.all
-        with ThreadPoolExecutor(len(replicas)) as threads:  # one that hangs takes its time limit, and not once for each
+        with ThreadPoolExecutor(len(replicas)) as threads:  # hanging replicas time out at the same time
             results = list(threads.map(one, replicas))
         answers = [answer for answer in results if not isinstance(answer, EngineError)]
         if not answers and isinstance(results[0], EngineError):
@@ -303,7 +304,7 @@ class Fleet(EngineClient):
 
 
 class _NoSharedCache:
-    """In place of what a server has cached: asking any replica would tell, or purge, a part."""
+    """Replaces ``engine.cache``, since each replica has a cache of its own."""
 
     def __getattr__(self, name: str) -> NoReturn:
         if name.startswith("_") or not hasattr(CacheRoutes, name):
@@ -315,7 +316,7 @@ class _NoSharedCache:
 
 
 class _EachPrefetches(PrefetchRoute):
-    """Has each replica read what it has on disk of a prompt: one that has none reads nothing."""
+    """Prefetches a prompt on each replica; a replica without it on disk reads nothing."""
 
     def __init__(self, api: ServerAPI, replicas: ReplicaSet) -> None:
         super().__init__(api)
@@ -329,7 +330,7 @@ class _EachPrefetches(PrefetchRoute):
         model: str | None = None,
         authorization: str | None = None,
     ) -> int:
-        """Return the most tokens that one of them reads; each is asked with its own key, as for any request."""
+        """Return the maximum number of tokens that one replica reads. Each request carries the replica's own key."""
 
         def read(replica: Replica) -> int:
             with suppress(EngineError):
@@ -347,20 +348,20 @@ class _EachPrefetches(PrefetchRoute):
 
 
 def _on_each(call: Callable[[Engine], _Answer], engines: Sequence[Engine]) -> list[_Answer]:
-    """Return the results of a call on every engine; an error is raised after all calls have ended."""
+    """Return the results of a call on every engine; raise an error after all calls have ended."""
     with ThreadPoolExecutor(len(engines) or 1) as threads:
         futures = [threads.submit(call, engine) for engine in engines]
     return [future.result() for future in futures]
 
 
 def _check_same_model(engines: Sequence[Engine]) -> None:
-    """Refuse engines that are no replicas of each other.
+    """Reject engines that are no replicas of each other.
 
     Raises:
         ConfigError: with what differs.
     """
     if not engines:
-        raise ConfigError("a fleet needs a replica at least: pass engines")
+        raise ConfigError("a fleet needs at least one replica: pass engines")
     names = [engine.base_url for engine in engines]
     if twice := [name for name in names if names.count(name) > 1]:
         raise ConfigError(f"{twice[0]} is named {names.count(twice[0])} times: name each replica once")
@@ -371,7 +372,7 @@ def _check_same_model(engines: Sequence[Engine]) -> None:
 
 
 class _ListedAddresses(list[str]):
-    """Addresses that are always the same."""
+    """A fixed list of addresses."""
 
     def __call__(self) -> list[str]:
         return [url.rstrip("/").removesuffix("/v1") for url in self]

@@ -1,4 +1,4 @@
-"""The replicas of a fleet: their state, their load, what they have cached, and which of them gets a request."""
+"""The replicas of a fleet: state, load and cached prefixes, and the choice of a replica for each request."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _PLACED = re.compile(r"-r\d+$")
 _REQUEST_ID = "X-Request-Id"
 """vLLM makes the id of a response from it: which replica has that response's figures is read off its end."""
 _LATE = "ragcache_late"
-"""Extension of a request that is sent once more: who was late with its first token, and gets it again as the last."""
+"""Extension of a resent request: the replica with the late first token, which is chosen last."""
 _MAX_SPECULATIONS = 4096
 _MAX_MOVED = 4096
 _MAX_REST_S = 60.0
@@ -57,10 +57,10 @@ logger = logger_of(__name__)
 
 
 class Replica:
-    """One server of a fleet. May be used by any thread."""
+    """One server of a fleet. Thread-safe."""
 
     def __init__(self, engine: Engine, number: int) -> None:
-        """``number``: of this replica alone, as long as the fleet lives."""
+        """Take ``number``, which is unique in the fleet."""
         self.engine = engine
         self.number = number
         self.name = engine.base_url
@@ -70,7 +70,7 @@ class Replica:
         self._rests_until_s = 0.0
 
     def is_ready(self) -> bool:
-        """Return whether it takes requests, as far as is known. Asks nothing that has to be waited for."""
+        """Return whether the replica takes requests, as last known. Does not block."""
         watch = self.engine.integration.watch
         if watch.health() is not Health.READY or time.monotonic() < self._rests_until_s:
             return False
@@ -82,18 +82,18 @@ class Replica:
         return True
 
     def failed(self) -> None:
-        """Leave it alone until it is seen alive."""
+        """Send no requests until a health check succeeds."""
         watch = self.engine.integration.watch
         self._failed = time.monotonic(), watch.run
         watch.request_health_check(watch.run)
 
     def rest(self, seconds: float) -> None:
-        """Leave it alone for a while: it said so."""
+        """Send no requests for a while, as the replica asked for."""
         self._rests_until_s = time.monotonic() + seconds
 
 
 class ReplicaSet:
-    """Chooses among replicas; as a whole it is watched like one server, which answers while one of them does.
+    """Chooses among replicas, and monitors them as one server that answers while one of them does.
 
     What it knows of their load are the requests that go through it.
     """
@@ -101,7 +101,7 @@ class ReplicaSet:
     run = 1
 
     def __init__(self, engines: Sequence[Engine], retry_timeout_s: float | None) -> None:
-        """``retry_timeout_s``: how long a request waits where no replica answers."""
+        """Take ``retry_timeout_s``: the seconds that a request waits while no replica answers."""
         self.retry_timeout_s = retry_timeout_s
         self.all: tuple[Replica, ...] = ()
         self._num_added = 0
@@ -117,7 +117,7 @@ class ReplicaSet:
             self.add(engine)
 
     def add(self, engine: Engine) -> None:
-        """Take one more replica."""
+        """Add a replica."""
         with self._counting():
             replica = Replica(engine, self._num_added)
             self._num_added += 1
@@ -127,11 +127,11 @@ class ReplicaSet:
         self.all = (*self.all, replica)
 
     def remove(self, replica: Replica) -> None:
-        """Send a replica no more requests; it goes on with those that it has."""
+        """Send a replica no more requests; its running ones finish."""
         self.all = tuple(each for each in self.all if each is not replica)
 
     def forget(self, replica: Replica) -> None:
-        """Drop what is known of a removed replica, which answers nothing any more."""
+        """Delete the state of a removed replica."""
         with self._counting():
             for speculation in [each for each, at in self._speculations.items() if at is replica]:
                 del self._speculations[speculation]
@@ -139,12 +139,12 @@ class ReplicaSet:
             del self._of_load[replica.load]
 
     def ready(self) -> list[Replica]:
-        """Return those that take requests."""
+        """Return the replicas that take requests."""
         return [replica for replica in self.all if replica.is_ready()]
 
     @contextmanager
     def known(self, *, has_documents: bool = True) -> Iterator[list[ReplicaState]]:
-        """Give those that take requests, which do not change inside; ``has_documents``: what they have cached, too."""
+        """Yield a consistent view of the replicas that take requests; ``has_documents``: with their cached prefixes."""
         ready, index = self.ready(), self.index
         with self._counting():
             yield [
@@ -154,7 +154,7 @@ class ReplicaSet:
     # Replicas of a transport
 
     def send(self, request: httpx.Request) -> RoutedRequest:
-        """Choose who gets ``request``, and count that as its load until it ends."""
+        """Choose a replica for ``request``, and count the request as its load until it ends."""
         request = self._followed(request)
         if not asks_completion(request):
             return RoutedRequest(self, self._pinned(request) or self._idlest(), request, None)
@@ -173,7 +173,7 @@ class ReplicaSet:
         return sending
 
     def _pinned(self, request: httpx.Request) -> Replica | None:
-        """Return the replica that alone can answer this."""
+        """Return the only replica that can answer this request."""
         if found := SPECULATION_ROUTE.search(request.url.path):
             with self._counting():
                 return self._speculations.get(found[1])
@@ -182,13 +182,13 @@ class ReplicaSet:
         return None
 
     def moved(self, name: str, new_name: str) -> None:
-        """Note what an answer is called that began elsewhere, where it goes on."""
+        """Record the new id of an answer that continued on another replica."""
         self._moved[name] = new_name
         if len(self._moved) > _MAX_MOVED:
             self._moved.popitem(last=False)
 
     def _followed(self, request: httpx.Request) -> httpx.Request:
-        """Return a question about an answer by the name that it has where it went on."""
+        """Return a request about an answer with the answer's new id."""
         if not (found := _response(request)) or found[1] not in self._moved:
             return request
         name = found[1]
@@ -217,18 +217,18 @@ class ReplicaSet:
         return self._of_load[known.load]
 
     def answered(self, sent: InFlightRequest) -> None:
-        """Note that a request has its first token."""
+        """Record that a request has its first token."""
         with self._counting():
             sent.answered()
 
     def done(self, sent: InFlightRequest) -> None:
-        """Note that a request is over. Never waits: Python may collect an answer in a thread that is counting."""
+        """Record that a request is over. Never blocks: the garbage collector may call it while the lock is held."""
         self._over.append(sent)
         self._count_over()
 
     @contextmanager
     def _counting(self) -> Iterator[None]:
-        """Hold the lock of the counts and the index; count the requests that ended before and meanwhile."""
+        """Hold the lock of counts and index; count the requests that ended before and meanwhile."""
         self._process.check()
         try:
             with self._lock:
@@ -239,7 +239,7 @@ class ReplicaSet:
             self._count_over()
 
     def _count_over(self) -> None:
-        """Count what has ended, unless another thread holds the lock: it does so then."""
+        """Count ended requests, unless another thread holds the lock and so counts them."""
         while self._over and self._lock.acquire(blocking=False):
             try:
                 while self._over:
@@ -258,7 +258,7 @@ class ReplicaSet:
         return Health.GONE if states == {Health.GONE} else Health.READY
 
     def request_health_check(self, run: int) -> None:
-        """Do nothing: the one that failed is known, and left alone."""
+        """Do nothing: a failed replica is already skipped."""
 
     def healthy_since(self, monotonic_s: float) -> bool:
         return bool(self.ready())
@@ -271,12 +271,12 @@ class ReplicaSet:
 
 
 class RoutedRequest:
-    """A request on its way to a replica."""
+    """A request and its replica."""
 
     def __init__(
         self, replicas: ReplicaSet, replica: Replica, request: httpx.Request, info: RequestInfo | None
     ) -> None:
-        """``info``: of a completion, which counts."""
+        """Take ``info``: the prompt of a completion, which counts as load."""
         self._replicas = replicas
         self._replica = replica
         self._unaddressed = request
@@ -342,11 +342,11 @@ class RoutedRequest:
 
 
 class _BusyError(httpx.ConnectError):
-    """A replica takes no requests now, and said so."""
+    """A replica rejected a request because it is busy."""
 
 
 def _response(request: httpx.Request) -> re.Match[str] | None:
-    """Return the id in a question about an answer that a replica of this fleet gave, and that replica's number."""
+    """Return the answer id in a request about an answer, and the number of the replica that gave it."""
     found = REQUEST_ROUTE.search(request.url.path)
     return found and _RESPONSE_OF.match(found[1])
 
@@ -359,10 +359,10 @@ def _seconds(retry_after: str | None) -> float:
 
 
 class FleetPrefixes(CachedPrefixIndex):
-    """The mirrors of the replicas that may get the next request: an order is chosen together with its replica."""
+    """The cache indexes of all replicas, from which document order and replica are chosen together."""
 
     def __init__(self, replicas: ReplicaSet) -> None:
-        """The mirrors are the replicas' own, which close them."""
+        """Use the replicas' own indexes, which they close."""
         self._replicas = replicas
 
     @property

@@ -1,1 +1,1 @@
-"""HTTP that survives the death of an engine, and its errors."""
+"""HTTP that survives an engine crash, and its errors."""

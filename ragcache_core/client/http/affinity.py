@@ -1,4 +1,4 @@
-"""Headers by which any proxy before several servers keeps together what belongs together; ``docs/operate/proxies.md``.
+"""Headers by which a proxy routes related requests to the same server; see ``docs/operate/proxies.md``.
 
 A proxy that hashes :data:`~ragcache_core.wire.SESSION_HEADER` sends a document, or a conversation, always to the same
 server; one that keeps a table of :data:`~ragcache_core.wire.SPECULATION_HEADER` and
@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import secrets
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from urllib.parse import unquote
 import httpx
 from pydantic_core import from_json
 
-from ragcache_core.client.speculation.request_capture import asks_completion
+from ragcache_core.client.speculation.request_capture import asks_completion, asks_prompt
 from ragcache_core.log import logger_of
 from ragcache_core.ordering import MAX_PATH_DOCUMENTS, static_prefix_digest
 from ragcache_core.prompt import texts_of
@@ -31,18 +32,18 @@ from ragcache_core.wire import KEY, REPLICA_HEADER, REQUEST_ROUTE, SESSION_HEADE
 logger = logger_of(__name__)
 
 _OPENING = 64
-"""Tokens by which prompts without documents are told apart."""
+"""Number of tokens that distinguish prompts without documents."""
 _CHARACTERS_PER_TOKEN = 4
 _RESPONSE_ID = re.compile(rb'"id":\s*"([^"]{1,200})"')
 _MAX_REMEMBERED = 4096
 _BAD_GATEWAY, _UNAVAILABLE = 502, 503
 _UNSENT = b"error sending request for url"
-"""What vllm-router says, with status 500, of a server that is gone."""
+"""The error of vllm-router, with status 500, for a server that is gone."""
 
 
 @dataclass(frozen=True, slots=True)
 class RequestInfo:
-    """What the body of a request says of it: its prompt, its speculation, and the id that a header would hide."""
+    """The parts of a request's body that decide its routing: prompt, speculation, and id."""
 
     prompt: PromptInfo
     speculation: str | None = None
@@ -50,7 +51,7 @@ class RequestInfo:
 
     @classmethod
     def of(cls, request: httpx.Request) -> RequestInfo:
-        """Read it from the body; what is no JSON of ours goes by nothing, and the server refuses it."""
+        """Read them from the body; empty for an unknown body, which the server rejects."""
         try:
             body = _read(request.content)
             params = body.get("kv_transfer_params") or {}
@@ -73,12 +74,12 @@ def _read(content: bytes) -> Any:
 
 
 def is_sendable(value: object) -> TypeGuard[str]:
-    """Return whether a header can hold this."""
+    """Return whether a header can contain this text."""
     return isinstance(value, str) and value.isascii() and value.isprintable()
 
 
 def _prompt(body: Mapping[str, Any], named: Sequence[Any], token_ids: object) -> PromptInfo:
-    """Return what decides who gets a request; its documents' places are known where its prompt is tokens."""
+    """Return the routing key of a request's prompt; with the documents' spans if the prompt is tokens."""
     named = named[:MAX_PATH_DOCUMENTS]
     documents = tuple(str(each["id"]) for each in named)
     key = f"{body.get('cache_salt')}\0{documents[0] if documents else _opening(body)}"
@@ -93,7 +94,7 @@ def _prompt(body: Mapping[str, Any], named: Sequence[Any], token_ids: object) ->
 
 
 def _of_texts(body: Mapping[str, Any], texts: Sequence[str], documents: tuple[str, ...], key: str) -> PromptInfo:
-    """Return what is known of a prompt whose tokens the server makes: its lengths are estimated by its characters."""
+    """Return the routing key of a prompt of texts; lengths are estimated from characters."""
     shown = body.get("prompt") or "\n".join(
         text for message in body.get("messages") or () for text in texts_of(message.get("content"))
     )
@@ -113,7 +114,7 @@ def _of_texts(body: Mapping[str, Any], texts: Sequence[str], documents: tuple[st
 
 
 def _opening(body: Mapping[str, Any]) -> str:
-    """Return the beginning of a prompt without documents: all turns of a conversation share it."""
+    """Return the beginning of a prompt without documents, which all turns of a conversation share."""
     if messages := body.get("messages"):
         ends = next((i for i, message in enumerate(messages) if message.get("role") == "user"), len(messages))
         return json.dumps(messages[: ends + 1])
@@ -123,14 +124,14 @@ def _opening(body: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _ReplicaHint:
-    """Where an answer came from: the session by which a proxy chose the server, and what that is called."""
+    """The server of an answer: its session, by which a proxy chose it, and its id."""
 
     session: str | None = None
     replica: str | None = None
 
 
 class ProxyAffinity:
-    """Puts the headers on requests to one address, in the place of a fleet's choice. May be used by any thread."""
+    """Adds the routing headers to requests for one address behind a proxy. Thread-safe."""
 
     def __init__(self) -> None:
         self._speculations: OrderedDict[str, _ReplicaHint] = OrderedDict()
@@ -138,7 +139,7 @@ class ProxyAffinity:
         self._is_removal_logged = False
 
     def send(self, request: httpx.Request) -> AffineRequest:
-        """Return ``request`` with its headers; those that an application has set stay."""
+        """Return ``request`` with the headers; headers of the application are kept."""
         place, is_unnamed = None, False
         hints: dict[str, str | None] = {}
         if asks_completion(request):
@@ -149,6 +150,8 @@ class ProxyAffinity:
             hints = {SESSION_HEADER: place.session, SPECULATION_HEADER: info.speculation}
             if info.speculation is not None:
                 _remember(self._speculations, info.speculation, place)
+        elif asks_prompt(request):  # of any server: a proxy that hashes sends the next try to another one
+            request.headers[SESSION_HEADER] = secrets.token_hex(8)
         elif found := SPECULATION_ROUTE.search(request.url.path):
             known = self._speculations.get(found[1], _ReplicaHint())
             hints = {SESSION_HEADER: known.session, SPECULATION_HEADER: found[1]}
@@ -162,13 +165,13 @@ class ProxyAffinity:
         return AffineRequest(self, request, place, is_unnamed=is_unnamed)
 
     def answered(self, place: _ReplicaHint, response: httpx.Response, first_bytes: bytes) -> None:
-        """Remember where the answer of this id came from."""
+        """Record the server of the answer with this id."""
         if found := _RESPONSE_ID.search(first_bytes):
             replica = response.headers.get(REPLICA_HEADER)
             _remember(self._answers, found[1].decode(errors="replace"), _ReplicaHint(place.session, replica))
 
     def log_removal(self, request: httpx.Request) -> None:
-        """Log once that answers of a server with RAGCache come without the header that names it."""
+        """Log once if a proxy removes the header that names the server."""
         if not self._is_removal_logged:
             self._is_removal_logged = True
             logger.warning(
@@ -181,49 +184,52 @@ class ProxyAffinity:
 
 
 class AffineRequest:
-    """A request on its way, to one address whatever happens."""
+    """A request to one fixed address."""
 
     def __init__(
         self, affinity: ProxyAffinity, request: httpx.Request, place: _ReplicaHint | None, *, is_unnamed: bool
     ) -> None:
-        """``place``: of a completion, whose answer is remembered.
+        """Take ``place``: the routing key of a completion, whose server is recorded.
 
         ``is_unnamed``: a question about an answer that came without the name of its replica.
         """
         self._affinity = affinity
         self._place = place
         self._is_unnamed = is_unnamed
+        self._may_be_repeated = place is not None or asks_prompt(request)
         self.request = request
 
     def check(self) -> None:
-        """Do nothing: who sends it watches the address."""
+        """Do nothing: the sender monitors the address."""
 
     def answered(self, response: httpx.Response) -> None:
         kind = response.headers.get("content-type", "")
         is_of_proxy = response.status_code == _BAD_GATEWAY or (
             response.status_code == _UNAVAILABLE and "json" not in kind
         )
-        if is_of_proxy and self._place is not None:
+        if is_of_proxy and self._may_be_repeated:
             raise self._unsent(response)
         if self._is_unnamed and response.status_code == httpx.codes.OK:  # so it is a server with RAGCache
             self._affinity.log_removal(self.request)
 
     def begun(self, response: httpx.Response, first_bytes: bytes) -> None:
-        if self._place is None:
-            return
-        if response.status_code == httpx.codes.OK:
+        if response.status_code == httpx.codes.OK and self._place is not None:
             self._affinity.answered(self._place, response, first_bytes)
-        elif response.status_code == httpx.codes.INTERNAL_SERVER_ERROR and _UNSENT in first_bytes:
+        elif (
+            self._may_be_repeated
+            and response.status_code == httpx.codes.INTERNAL_SERVER_ERROR
+            and _UNSENT in first_bytes
+        ):
             raise self._unsent(response)
 
     def failed(self, error: BaseException) -> BaseException:
         return error
 
     def end(self) -> None:
-        """Do nothing: it is counted nowhere."""
+        """Do nothing: these requests are not counted."""
 
     def _unsent(self, response: httpx.Response) -> httpx.ConnectError:
-        """Return an error after which it is sent again: no server behind the proxy has begun to answer it."""
+        """Return an error after which the request is sent again, as no server has begun to answer it."""
         why = f"{self.request.url.host} has no server that answers: status {response.status_code}"
         return httpx.ConnectError(why, request=self.request)
 

@@ -1,4 +1,4 @@
-"""Decide, for one request, whether it is sent again: what its server's owner knows, and how long it may wait."""
+"""Decide whether a request is sent again, from the server's state and the time left."""
 
 from __future__ import annotations
 
@@ -13,16 +13,15 @@ import httpx
 
 from ragcache_core.client.http.errors import reports_engine_death
 from ragcache_core.client.http.resume import Decode, ResumableStream, ResumedAnswers, ResumeStreams, is_streamed
-from ragcache_core.client.speculation.request_capture import asks_completion
+from ragcache_core.client.speculation.request_capture import asks_completion, asks_prompt
 from ragcache_core.errors import ConfigError, EngineDiedError, EngineHungError
 from ragcache_core.log import logger_of
 from ragcache_core.wire import DEFAULTS_HEADER
 
 NO_RETRY = {"ragcache_sent_once": True}
-"""Extensions of a request that is worth one try: it is not sent again, waits for no restart, and raises no suspicion
-that the server has died."""
+"""Extensions of a request with one attempt: it is not resent, waits for no restart, and triggers no health check."""
 CONNECTION_ERRORS = (httpx.ConnectError, httpx.ReadError, httpx.WriteError, httpx.RemoteProtocolError)
-"""How a connection ends whose server is gone."""
+"""Errors of a connection whose server is gone."""
 AUTO: Final = "auto"
 FirstTokenTimeout = float | Literal["auto"] | None
 """Seconds that a streamed request waits for its first token; ``None``: no limit; ``auto``: see :class:`RetryPolicy`."""
@@ -35,7 +34,7 @@ logger = logger_of(__name__)
 
 
 class Health(enum.Enum):
-    """The state of a server, as its watch knows it."""
+    """State of a server."""
 
     READY = enum.auto()
     RESTARTING = enum.auto()
@@ -43,7 +42,7 @@ class Health(enum.Enum):
 
 
 class ServerWatch(Protocol):
-    """Who watches a server, as a transport sees it. Its methods return at once and may be called by any thread."""
+    """Monitors a server for a transport. Its methods do not block and are thread-safe."""
 
     @property
     def run(self) -> int:
@@ -52,22 +51,22 @@ class ServerWatch(Protocol):
 
     @property
     def retry_timeout_s(self) -> float | None:
-        """How long a completion waits for a server that is gone; other requests do not. ``None``: all of them wait, as
-        long as for their answer."""
+        """How long a completion, or the tokens of its prompt, wait for a server that is gone; other requests do not.
+        ``None``: all of them wait, as long as for their answer."""
         ...
 
     def health(self) -> Health: ...
 
     def request_health_check(self, run: int) -> None:
-        """Ask for a check of the server: its run number ``run`` did not answer as it should."""
+        """Request a health check, as the server's run number ``run`` did not answer correctly."""
         ...
 
     def healthy_since(self, monotonic_s: float) -> bool:
-        """Return whether a check that was asked for after ``monotonic_s`` found the server alive."""
+        """Return whether a check requested after ``monotonic_s`` found the server alive."""
         ...
 
     def stall_reason(self) -> str | None:
-        """Return why the server will not answer, ``None`` while it may. Called often by waiting requests."""
+        """Return why the server will not answer; ``None`` if it may. Waiting requests call this often."""
         ...
 
     def exit_reason(self) -> str: ...
@@ -75,7 +74,7 @@ class ServerWatch(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RetryPolicy:
-    """What is done for requests besides sending them again when their server died.
+    """Settings for retries and first-token timeouts of requests.
 
     Attributes:
         first_token_timeout_s: a streamed request without a token by then is cancelled and sent once more. With ``auto``
@@ -95,7 +94,7 @@ class RetryPolicy:
             raise ConfigError(f"resume_streams is {self.resume_streams!r:.40}; it must be one of {', '.join(known)}")
 
     def first_token_limit_s(self, request: httpx.Request) -> float | None:
-        """Return how long ``request`` waits for its first token before it is sent once more; ``None``: no limit."""
+        """Return the seconds that ``request`` waits for its first token before it is resent; ``None``: no limit."""
         if not is_streamed(request):
             return None
         if self.first_token_timeout_s != AUTO:
@@ -105,7 +104,7 @@ class RetryPolicy:
 
 
 class Attempt:
-    """One request, over all the times that it is sent. Holds no connection.
+    """One request over all of its attempts. Holds no connection.
 
     Attributes:
         request: what is sent first.
@@ -122,7 +121,7 @@ class Attempt:
         self.request = request if self.stream is None else self.stream.request()
         self._run = self._watch.run if self._watch else 0
         self._retry_timeout_s = self._watch.retry_timeout_s if self._watch else None
-        if self._retry_timeout_s is not None and not asks_completion(request):
+        if self._retry_timeout_s is not None and not (asks_completion(request) or asks_prompt(request)):
             self._retry_timeout_s = 0.0
         self._limit_s = policy.first_token_limit_s(request)
         self._read_timeout_s = _read_timeout_s(request)
@@ -132,11 +131,11 @@ class Attempt:
         self._others_left = policy.num_servers - 1
 
     def begin(self) -> None:
-        """Note that it is sent now."""
+        """Record the start of an attempt."""
         self._sent_s = time.monotonic()
 
     def answered(self, response: httpx.Response) -> None:
-        """Note what kind of answer it got: only a stream of events can go on."""
+        """Record the kind of the response; only an event stream can be continued."""
         kind = response.headers.get("content-type", "")
         if response.status_code != 200 or "text/event-stream" not in kind or "content-encoding" in response.headers:
             self.stream = None
@@ -144,18 +143,18 @@ class Attempt:
             self.stream.set_defaults(response.headers.get(DEFAULTS_HEADER))
 
     def check(self) -> None:
-        """End a read for an answer that will not come; called while one waits."""
+        """Raise if the answer will not come. Called during waits."""
         if self._watch is not None:
             check_progress(self._watch)
 
     def check_first(self) -> None:
-        """Do :meth:`check`, and end a read for a first token that is late: once."""
+        """Do :meth:`check`, and raise once if the first token is late."""
         self.check()
         if self._limit_s is not None and time.monotonic() - self._sent_s > self._limit_s:
             raise _FirstTokenTimeoutError
 
     def failed(self, error: Exception) -> None:
-        """Note a failure that :meth:`may_retry` may mend; raise it if nothing does, or too much failed before."""
+        """Record a failure for :meth:`may_retry`; raise it if a retry cannot help, or after too many failures."""
         if is_first_token_timeout(error):
             logger.warning(
                 "RC-REQUEST-RESENT: no first token after %g s: the request is cancelled and sent once more",
@@ -177,7 +176,7 @@ class Attempt:
         self._watch.request_health_check(self._run)
 
     def may_retry(self) -> bool:
-        """Return whether the server answers (again).
+        """Return whether the server answers again.
 
         Raises:
             EngineDiedError: it will not be restarted.
@@ -198,12 +197,12 @@ class Attempt:
             raise self._error
         if self._read_timeout_s is not None and waited_s > self._read_timeout_s:
             raise httpx.ReadTimeout(
-                f"the engine was not back after {self._read_timeout_s:g} s", request=self.request
+                f"the engine did not answer again within {self._read_timeout_s:g} s", request=self.request
             ) from self._error
         return False
 
     async def rest(self, error: Exception, decode: Decode) -> httpx.Request:
-        """Return the request for what is missing of an answer that ``error`` cut; raise that if there is none."""
+        """Return the request for the rest of an answer cut by ``error``; raise ``error`` if it cannot continue."""
         request = None if self.stream is None else await self.stream.rest(decode)
         if request is None:
             raise EngineHungError(str(error)) if isinstance(error.__cause__, _HungError) else error
@@ -219,13 +218,13 @@ def is_first_token_timeout(error: BaseException) -> bool:
 
 
 def check_progress(watch: ServerWatch) -> None:
-    """End a read for an answer that will not come, as far as ``watch`` knows."""
+    """Raise if ``watch`` knows that no answer will come."""
     if (why := watch.stall_reason()) is not None:
         raise _HungError(why)
 
 
 def check_first_token_timeout(value: object) -> None:
-    """Refuse a time for the first token that cannot work.
+    """Reject an invalid first-token timeout.
 
     Raises:
         ConfigError: it is neither ``auto`` nor None nor a positive number of seconds.
@@ -235,7 +234,7 @@ def check_first_token_timeout(value: object) -> None:
 
 
 def check_seconds(name: str, value: object, or_else: str = "None for no limit") -> None:
-    """Refuse a time that is none.
+    """Reject an invalid number of seconds.
 
     Raises:
         ConfigError: it is not a positive number of seconds.
@@ -250,15 +249,15 @@ def _read_timeout_s(request: httpx.Request) -> float | None:
 
 
 def engine_died(response: httpx.Response, first_bytes: bytes) -> bool:
-    """Return whether an answer says, where its first token should be, that the engine's process is gone."""
+    """Return whether a response reports a crashed engine in place of its first token."""
     is_stream = "text/event-stream" in response.headers.get("content-type", "")
     failed = response.status_code >= 500 or (is_stream and b'"error"' in first_bytes)
     return failed and reports_engine_death(first_bytes.decode(errors="replace"))
 
 
 class _HungError(httpcore.ReadError):
-    """Ends a read: the server will not answer."""
+    """Ends a read, as the server hangs."""
 
 
 class _FirstTokenTimeoutError(httpcore.ReadTimeout):
-    """Ends a read: the first token is late."""
+    """Ends a read, as the first token is late."""

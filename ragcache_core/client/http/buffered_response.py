@@ -1,4 +1,4 @@
-"""A response that arrives in one thread and is read in another one, or in any event loop."""
+"""A response that one thread receives, and other threads or event loops read."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ RawHeaders = list[tuple[bytes, bytes]]
 
 @dataclass(frozen=True, slots=True)
 class ResponseHead:
-    """The status of a response and its headers as they were sent."""
+    """Status and headers of a response."""
 
     status_code: int
     headers: RawHeaders
 
 
 class BufferedResponse:
-    """A response that one thread writes; threads and event loops read it, from its beginning, and wait for more.
+    """A response that one thread writes. Threads and event loops read it from its start, and wait for more.
 
     It keeps all its bytes until it is dropped itself: ``max_tokens`` bounds them.
     """
@@ -38,7 +38,7 @@ class BufferedResponse:
     # The one who writes
 
     def begin(self, head: ResponseHead) -> None:
-        """Note status and headers. They are handed on with the first bytes."""
+        """Record status and headers. Readers get them with the first bytes."""
         self._head = head
 
     def append(self, part: bytes) -> None:
@@ -48,7 +48,7 @@ class BufferedResponse:
             self._notify_readers()
 
     def end(self, error: Exception | None = None) -> None:
-        """End the body: it is whole, or ``error`` cut it off. Only the first call counts."""
+        """Mark the body as complete, or cut off by ``error``. Only the first call counts."""
         with self._changed:
             if not self._is_ended:
                 self._is_ended, self._error = True, error
@@ -61,16 +61,16 @@ class BufferedResponse:
         return bool(self._parts)
 
     def last_bytes(self) -> bytes:
-        """Return what arrived last in one piece; nothing if nothing arrived."""
+        """Return the bytes that arrived last in one piece; empty if there are none."""
         return self._parts[-1] if self._parts else b""
 
     def head(self) -> ResponseHead:
-        """Return status and headers of a response whose first bytes are there."""
+        """Return status and headers, after the first bytes have arrived."""
         assert self._head is not None, "the first bytes were not awaited"
         return self._head
 
     def read(self, position: int, timeout_s: float | None) -> list[bytes]:
-        """Wait for the parts from number ``position`` on; an empty list is the end.
+        """Wait for the parts from number ``position`` on; an empty list marks the end.
 
         Raises:
             httpx.ReadTimeout: nothing came within ``timeout_s`` seconds.

@@ -1,4 +1,4 @@
-"""Turn failures of requests to the server into RAGCache's own errors."""
+"""Convert errors of HTTP requests to RAGCache's errors."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ ENGINE_DEAD_SIGNS = (
     "EngineDeadError",
     "The server had an error while processing your request.",  # from 0.33 on
 )
-"""How vLLM's server says, in an answer of status 500 or inside a stream, that its engine process is gone."""
+"""Errors of vLLM's server, with status 500 or inside a stream, after a crash of its engine process."""
 _NO_TOOLS_SIGNS = ("requires --enable-auto-tool-choice", "requires --tool-call-parser")
-"""How it refuses tools where it was started without what reads a model's calls of them."""
+"""Errors of a server started without a tool-call parser."""
 _INTERNAL_SIGN = "Internal server error"
-"""All that it says, with status 500 or inside a stream, of an answer that it could not finish."""
+"""The error, with status 500 or inside a stream, of an answer that vLLM could not finish."""
 _CONSTRAINTS = ("response_format", "structured_outputs")
 _TOO_LONG_SIGNS = ("maximum context length", "maximum model length", "max_model_len", "longer than the maximum")
 _MAX_TOKENS_SIGNS = ("max_tokens", "max_completion_tokens", "fewer output tokens")
@@ -49,12 +49,12 @@ _NO_ATTRIBUTES = dict.fromkeys(("request", "response", "body", "code", "param", 
 
 
 def reports_engine_death(text: str) -> bool:
-    """Return whether an error message of the server means that its engine process is gone."""
+    """Return whether a server's error message means that its engine process crashed."""
     return any(sign in text for sign in ENGINE_DEAD_SIGNS)
 
 
 def hang_of(health: httpx.Response) -> str | None:
-    """Return why a server says on ``/health`` that its engine hangs; ``None`` if it says something else."""
+    """Return the reason that ``/health`` gives for a hang; ``None`` for other answers."""
     try:
         answer = health.json() if health.status_code == 503 else None
     except ValueError:
@@ -67,7 +67,7 @@ def hang_of(health: httpx.Response) -> str | None:
 
 @contextmanager
 def translate_errors() -> Iterator[None]:
-    """Raise the errors of httpx and of the OpenAI SDK as ours; every other exception passes.
+    """Convert errors of httpx and the OpenAI SDK to RAGCache's; other exceptions pass.
 
     Raises:
         EngineAuthError, EngineDiedError, EngineTimeoutError, EngineUnreachableError, PromptTooLongError,
@@ -87,7 +87,7 @@ def translate_errors() -> Iterator[None]:
 
 @contextmanager
 def translate_errors_as_openai() -> Iterator[None]:
-    """Do :func:`translate_errors`, and make each error of the engine an instance of the OpenAI SDK's type as well.
+    """Do :func:`translate_errors`, with each error also an instance of the OpenAI SDK's type.
 
     Handlers written for another model of the framework catch it then: ``except openai.APIConnectionError``.
     """
@@ -115,13 +115,13 @@ def _add_openai_type(error: RAGCacheError) -> None:
 
 @cache
 def _joined_type(ours: type[RAGCacheError], theirs: type[Exception]) -> type[RAGCacheError]:
-    """Return a subclass of both under the name of ``ours``, which it is pickled as."""
+    """Return a subclass of both types with the name of ``ours``, under which it is pickled."""
     names = {"__module__": ours.__module__, "__qualname__": ours.__qualname__, "__doc__": ours.__doc__}
     return type(ours.__name__, (ours, theirs), {**_NO_ATTRIBUTES, **names, "__reduce__": lambda e: (ours, e.args)})
 
 
 def translated(error: Exception) -> RAGCacheError:
-    """Return the error of our tree for one of httpx or of the OpenAI SDK."""
+    """Return RAGCache's error for one of httpx or of the OpenAI SDK."""
     for cause in _causes(error):
         if isinstance(cause, RAGCacheError):
             return cause
@@ -190,7 +190,7 @@ def _of_openai(error: Exception) -> RAGCacheError:
 
 
 def _is_constrained(error: Exception) -> bool:
-    """Return whether the answer to the request that failed had to follow a grammar."""
+    """Return whether the failed request required structured output."""
     try:
         body = json.loads(error.request.content)  # type: ignore[attr-defined]
         return body.get("tool_choice", "auto") not in ("auto", "none") or any(map(body.get, _CONSTRAINTS))

@@ -1,4 +1,4 @@
-"""The connections under every transport, and how blocking transports run the code of the asynchronous ones.
+"""The connections of every transport, and blocking use of asynchronous transport code.
 
 A blocking read ends with its time-out or with the connection, and nothing else ends it. So the connections made here
 read in slices, and between two of them call what :func:`with_abort_check` names, in the thread or task that waits.
@@ -30,7 +30,7 @@ _check: ContextVar[Callable[[], None] | None] = ContextVar("ragcache_check", def
 
 @contextmanager
 def with_abort_check(check: Callable[[], None]) -> Iterator[None]:
-    """Have reads in this context call ``check`` while they wait; what it raises ends them, and the connection."""
+    """Call ``check`` during reads in this context; an exception from it ends the read and the connection."""
     token = _check.set(check)
     try:
         yield
@@ -39,7 +39,7 @@ def with_abort_check(check: Callable[[], None]) -> Iterator[None]:
 
 
 def with_further_abort_check(check: Callable[[], None]) -> AbstractContextManager[None]:
-    """Do :func:`with_abort_check`, besides what is checked in this context already."""
+    """Do :func:`with_abort_check` in addition to the checks of this context."""
     outer = _check.get()
 
     def both() -> None:
@@ -51,7 +51,7 @@ def with_further_abort_check(check: Callable[[], None]) -> AbstractContextManage
 
 
 def finish(work: Coroutine[Any, Any, _T]) -> _T:
-    """Return what a coroutine that is never suspended comes to; what it does blocks the caller."""
+    """Return the result of a coroutine that never suspends; its work blocks the caller."""
     try:
         work.send(None)
     except StopIteration as done:
@@ -61,7 +61,7 @@ def finish(work: Coroutine[Any, Any, _T]) -> _T:
 
 
 class Blocking(httpx.BaseTransport):
-    """A blocking transport of an asynchronous one over an :class:`Unblocked`."""
+    """A blocking transport around an asynchronous one over an :class:`Unblocked`."""
 
     def __init__(self, inner: httpx.AsyncBaseTransport) -> None:
         self._inner = inner
@@ -77,7 +77,7 @@ class Blocking(httpx.BaseTransport):
 
 
 class Unblocked(httpx.AsyncBaseTransport):
-    """An asynchronous transport of a blocking one, which is never suspended: for code that :func:`finish` runs."""
+    """An asynchronous transport around a blocking one, which never suspends: for code run by :func:`finish`."""
 
     def __init__(self, inner: httpx.BaseTransport) -> None:
         self._inner = inner
@@ -90,7 +90,7 @@ class Unblocked(httpx.AsyncBaseTransport):
 
 
 def unblocked(response: httpx.Response) -> httpx.Response:
-    """Return a response with a body that blocks as one whose asynchronous body is never suspended."""
+    """Return a blocking response as one whose asynchronous body never suspends."""
     assert isinstance(response.stream, httpx.SyncByteStream)
     response.stream = _UnblockedBody(response.stream)
     return response
@@ -133,7 +133,7 @@ async def _close(parts: AsyncGenerator[bytes, None]) -> None:
 
 
 class BlockingNetwork(httpx.BaseTransport):
-    """Connections whose reads can be ended by :func:`with_abort_check`."""
+    """Connections whose reads :func:`with_abort_check` can end."""
 
     def __init__(self, limits: httpx.Limits, tls: ssl.SSLContext) -> None:
         self._pool = httpcore.ConnectionPool(**_settings(limits, tls), network_backend=_Backend())
@@ -148,7 +148,7 @@ class BlockingNetwork(httpx.BaseTransport):
 
 
 class AsyncNetwork(httpx.AsyncBaseTransport):
-    """Connections of one event loop whose reads can be ended by :func:`with_abort_check`."""
+    """Connections of one event loop whose reads :func:`with_abort_check` can end."""
 
     def __init__(self, limits: httpx.Limits, tls: ssl.SSLContext) -> None:
         self._pool = httpcore.AsyncConnectionPool(**_settings(limits, tls), network_backend=_AsyncBackend())
@@ -210,7 +210,7 @@ def _of_httpx(answer: httpcore.Response, body: httpx.SyncByteStream | httpx.Asyn
 
 @contextmanager
 def _errors_of_httpx() -> Iterator[None]:
-    """Raise errors of httpcore as those of httpx, which have the same names; the cause tells which check raised it."""
+    """Raise errors of httpcore as the errors of httpx with the same names; the cause has the check's exception."""
     try:
         yield
     except Exception as error:
@@ -221,7 +221,7 @@ def _errors_of_httpx() -> Iterator[None]:
 
 
 def _slices(timeout_s: float | None) -> Iterator[tuple[float, bool]]:
-    """Yield the time-outs of reads to make, and whether each is the last one; make the check between two of them."""
+    """Yield the time-outs of successive reads, and whether each is the last; the check runs between two of them."""
     ends_s = float("inf") if timeout_s is None else time.monotonic() + timeout_s
     check = _check.get()
     while True:

@@ -1,4 +1,4 @@
-"""Watch a server that runs elsewhere: while requests wait for it, ask for its health.
+"""Monitor a server that another process owns: check its health while requests wait for it.
 
 Its owner may start it again, at the same address. RAGCache's server says on ``/health`` that its engine hangs
 (``vllm_plugin/server/progress.py``); vLLM's own knows only whether the engine's process is there.
@@ -32,7 +32,7 @@ logger = logger_of(__name__)
 
 
 def recovery_settings(*, has_engine: bool, **timeouts: FirstTokenTimeout) -> dict[str, Any]:
-    """Return the arguments of ``Engine.connect`` that say how long its requests wait for a server.
+    """Return the arguments of ``Engine.connect`` that limit how long requests wait for a server.
 
     Args:
         has_engine: whether the caller has an engine already, whose own settings hold.
@@ -59,7 +59,7 @@ _DEFAULTS: dict[str, FirstTokenTimeout] = {
 
 
 class RemoteServerMonitor:
-    """A :class:`~ragcache_core.client.http.attempt.ServerWatch` of a server with another owner.
+    """A :class:`~ragcache_core.client.http.attempt.ServerWatch` of a server that another process owns.
 
     Its thread runs while requests wait. All methods may be called by any thread; a fork begins with no thread.
     """
@@ -67,7 +67,7 @@ class RemoteServerMonitor:
     run = 1
 
     def __init__(self, health_url: str, *, retry_timeout_s: float | None, hang_timeout_s: float | None) -> None:
-        """``retry_timeout_s``: how long a request waits for a server that is gone.
+        """Take ``retry_timeout_s``: the seconds that a request waits for a server that is away.
 
         One that says nothing for ``hang_timeout_s`` seconds, not even how it is, hangs.
         """
@@ -101,17 +101,17 @@ class RemoteServerMonitor:
         return self._hang
 
     def exit_reason(self) -> str:
-        raise AssertionError("only its owner knows that a server does not come back")
+        raise AssertionError("a remote server has no exit status: its supervisor knows it")
 
     def close(self, grace_s: float = 0.0) -> None:
-        """End the thread; the server is its owner's. May be called again."""
+        """Stop the thread; the server keeps running. Idempotent."""
         self._closed.set()
         self._wake.set()
         if (thread := self._thread) is not None and thread is not threading.current_thread():
             thread.join()
 
     def _look(self) -> None:
-        """Have the thread look at the server for a while."""
+        """Let the thread check the server for a while."""
         self._wanted_until_s = time.monotonic() + _WANTED_S
         if (thread := self._thread) is not None and thread.is_alive():
             return
@@ -149,7 +149,7 @@ class RemoteServerMonitor:
         self._out_since_s = None
 
     def _log(self, failure: str, now_s: float, *, is_alive: bool) -> None:
-        """Log once that requests begin to wait for the server, and once that it is back."""
+        """Log once that requests wait for the server, and once that it is back."""
         address = self._url.removesuffix("/health")
         if is_alive and self._out_since_s is not None:
             logger.warning(

@@ -39,7 +39,7 @@ from ragcache_core.stats import RequestStats
 ResumeStreams = Literal["all", "greedy", "off"]
 """Which streamed answers continue after an engine failure."""
 Decode = Callable[[list[int]], Awaitable[str | None]]
-"""Returns the text of token ids; ``None`` where the server does not tell it."""
+"""Returns the text of token ids; ``None`` if the server does not report it."""
 _GREEDY_BELOW = 1e-5
 """Of temperatures: vLLM's own limit."""
 _HARMLESS = frozenset(
@@ -51,7 +51,7 @@ _HARMLESS = frozenset(
         *("chat_template", "chat_template_kwargs", "add_generation_prompt", "parallel_tool_calls", "temperature"),
     }
 )
-"""What a request may say whatever it says: the rest of its answer does not depend on where that was cut."""
+"""Settings that may have any value, as the rest of an answer does not depend on where it was cut."""
 _NEUTRAL: dict[str, object] = {
     "n": 1,
     "best_of": 1,
@@ -64,11 +64,11 @@ _NEUTRAL: dict[str, object] = {
     "tool_choice": "none",
     "response_format": {"type": "text"},
 }
-"""What it may say only with these values."""
+"""Settings that may only have these values."""
 _COMPLETION_TOKENS = 16
-"""How long a completion, but no chat, is where its request does not say: a default of the protocol's."""
+"""The OpenAI protocol's default length of a completion (not of a chat)."""
 _COMPARED = 16
-"""Characters that are told again at least."""
+"""Minimum number of characters that are generated again and compared."""
 _PREFIXES = ("chatcmpl-", "cmpl-")
 _NO_SEED = -1
 """vLLM's own."""
@@ -82,7 +82,7 @@ _MAX_ANSWERS = 1024
 
 
 class _Mark(NamedTuple):
-    """The end of an event with text: the answer's tokens and characters up to there, and the event's own tokens."""
+    """The end of an event: number of answer tokens and characters up to there, and the event's own tokens."""
 
     num_ids: int
     num_chars: int
@@ -90,7 +90,7 @@ class _Mark(NamedTuple):
 
 
 class ResumableStream:
-    """The events of one streamed answer, whichever engines give it; holds no connection.
+    """The events of one streamed answer, over all engines that generate parts of it. Holds no connection.
 
     :meth:`read` takes what a server sends, and returns what the client gets. After a cut, :meth:`rest` is the request
     whose answer :meth:`read` takes next.
@@ -125,7 +125,7 @@ class ResumableStream:
 
     @classmethod
     def of(cls, request: httpx.Request, which: ResumeStreams = "all") -> Self | None:
-        """Return the stream that ``request`` asks for; ``None`` where its answer cannot continue after a cut.
+        """Return the stream of ``request``; ``None`` if its answer cannot continue after a cut.
 
         Args:
             request: with its body read.
@@ -140,11 +140,11 @@ class ResumableStream:
         return cls(request, body) if isinstance(body, dict) and can_resume(body, which) else None
 
     def request(self) -> httpx.Request:
-        """Return the request that is sent first."""
+        """Return the first request."""
         return self._request_with({})
 
     def set_defaults(self, defaults: str | None) -> None:
-        """Take in what the server adds to requests, :data:`~ragcache_core.wire.DEFAULTS_HEADER`.
+        """Apply the server's default settings of requests, :data:`~ragcache_core.wire.DEFAULTS_HEADER`.
 
         Without that it is not known when the answer ends.
         """
@@ -173,21 +173,21 @@ class ResumableStream:
 
     @property
     def is_finished(self) -> bool:
-        """Whether nothing is missing, or nothing that could be had."""
+        """Whether the answer is complete, or cannot be completed."""
         return self._is_done or not self._is_known
 
     def read(self, part: bytes) -> bytes:
-        """Return what the client gets of the next bytes: whole events.
+        """Return the whole events of the next bytes, as the client gets them.
 
         Raises:
-            httpx.RemoteProtocolError: the server says that its engine died.
-            EngineDiedError: it goes on otherwise than it had begun.
+            httpx.RemoteProtocolError: the server reports a crash of its engine.
+            EngineDiedError: the continuation differs from the first part.
         """
         *events, self._buffer = (self._buffer + part).split(b"\n\n")
         return b"".join(out + b"\n\n" for event in events if (out := self._client_event(event)) is not None)
 
     async def rest(self, decode: Decode) -> httpx.Request | None:
-        """Return the request for what is missing; ``None`` if the answer was cut where it cannot go on.
+        """Return the request for the rest; ``None`` if the answer cannot continue where it was cut.
 
         ``decode`` finds unfinished characters, if a sampled answer was cut after an event of several tokens.
         """
@@ -217,7 +217,7 @@ class ResumableStream:
         return self._request_with(changes)
 
     def _rewind_greedy(self) -> bool:
-        """Go back to an event so far before the end that its text can be compared; return whether there is one."""
+        """Go back to an earlier event, so that the text after it can be compared; return whether there is one."""
         num_delivered = len(self._text) - len(self._replayed)
         while self._marks[-1].num_ids and self._marks[-1].num_chars + max(self._overlap, _COMPARED) > num_delivered:
             self._marks.pop()
@@ -226,7 +226,7 @@ class ResumableStream:
         return True
 
     async def _rewind_sampled(self, decode: Decode) -> bool:
-        """Go back to the tokens of the text that the client has; return whether these are known."""
+        """Go back to the tokens of the text that the client has; return whether they are known."""
         while self._marks[-1].num_ids and self._end_of(self._marks[-1]) > self._num_passed_on:
             self._marks.pop()
         mark = self._marks[-1]
@@ -240,11 +240,11 @@ class ResumableStream:
         return True
 
     def _end_of(self, mark: _Mark) -> int:
-        """Return how many characters the tokens of an event reach to."""
+        """Return the number of characters that an event's tokens cover."""
         return mark.num_chars + self._held if mark.num_ids else 0
 
     def _resumable_end(self) -> int:
-        """Return how many characters of a sampled answer the client can have, if it is to continue after them."""
+        """Return the number of characters of a sampled answer after which it can continue."""
         for mark in reversed(self._marks):
             end = self._end_of(mark)
             if end <= self._num_passed_on:
@@ -254,7 +254,7 @@ class ResumableStream:
         return self._num_passed_on
 
     def _may_begin_stop(self, text: str) -> bool:
-        """Return whether ``text`` ends with the beginning of a stop string, which a next request would not see."""
+        """Return whether ``text`` ends with the beginning of a stop string, which the next request would miss."""
         return any(text.endswith(stop[:length]) for stop in self._stops for length in range(1, len(stop)))
 
     def _request_with(self, changes: dict[str, Any]) -> httpx.Request:
@@ -267,13 +267,13 @@ class ResumableStream:
         )
 
     def _own_id(self) -> str:
-        """Return the id that makes the next answer's the same, in which its figures are found."""
+        """Return the answer id for the next request, under which its statistics are found."""
         assert self._first is not None
         own: str = self._first["id"]
         return next((own.removeprefix(prefix) for prefix in _PREFIXES if own.startswith(prefix)), own)
 
     def _client_event(self, raw: bytes) -> bytes | None:
-        """Return what the client gets of an event; ``None`` is nothing."""
+        """Return an event as the client gets it; ``None`` if it adds nothing."""
         if not raw.startswith(b"data: {"):
             self._is_done = self._is_done or raw == b"data: [DONE]"
             return raw
@@ -301,8 +301,8 @@ class ResumableStream:
             self._prompt_ids = prompt_ids
         elif prompt_ids is not None and prompt_ids != [*self._prompt_ids, *self._ids[: self._num_ids_before]]:
             raise EngineDiedError(
-                "the engine died during an answer, and its successor answered another prompt than what was said: ask "
-                "again"
+                "the engine crashed during an answer, and the restarted engine used another prompt: "
+                "send the request again"
             )
         if usage := event.get("usage"):
             self._correct(usage)
@@ -311,7 +311,7 @@ class ResumableStream:
         return b"data: " + json.dumps(event, ensure_ascii=False, separators=(",", ":")).encode()
 
     def _take(self, choice: dict[str, Any]) -> bool:
-        """Note what a choice says, and leave out what was said before; return whether it is worth an event."""
+        """Record the text of a choice without repeated text; return whether it is an event for the client."""
         shown, name = (choice["delta"], "content") if "delta" in choice else (choice, "text")
         text: str = shown.get(name) or ""
         ids = choice.get("token_ids")
@@ -320,8 +320,8 @@ class ResumableStream:
         is_finished = choice.get("finish_reason") is not None
         if self.is_sampled and self._num_ids_before and others:
             raise EngineDiedError(
-                f"the engine died during an answer, and its successor continued with {others[0]} and not with text: "
-                "ask again"
+                "the engine crashed during an answer, and the restarted engine continued with "
+                f"{others[0]} instead of text: send the request again"
             )
         for hidden in ("token_ids", "prompt_token_ids"):
             if hidden in choice:
@@ -332,7 +332,8 @@ class ResumableStream:
                 self._marks = [_Mark(0, 0, 0)]
                 raise httpx.RemoteProtocolError("the engine's successor did not go on with the same text")
             raise EngineDiedError(
-                "the engine died during an answer, and its successor went on otherwise than it had begun: ask again"
+                "the engine crashed during an answer, and the restarted engine generated another "
+                "text: send the request again"
             )
         self._has_finish_reason = self._has_finish_reason or is_finished
         self._replayed = self._replayed[len(again) :]
@@ -349,7 +350,7 @@ class ResumableStream:
         return bool(passed_on or others or choice.get("finish_reason"))
 
     def _correct(self, usage: dict[str, Any]) -> None:
-        """Count what engines that died have said to the answer, and not to the prompt."""
+        """Count the tokens of crashed engines as answer tokens, not as prompt tokens."""
         usage["prompt_tokens"] -= self._num_ids_before
         usage["completion_tokens"] += self._num_ids_before
         details = usage.get("prompt_tokens_details") or {}
@@ -358,7 +359,7 @@ class ResumableStream:
 
 
 async def _whole_characters(ids: list[int], decode: Decode) -> list[int] | None:
-    """Return ``ids`` without the tokens of an unfinished character at their end; ``None`` if that is not known."""
+    """Return ``ids`` without the tokens of an incomplete character at their end; ``None`` if unknown."""
     for end in range(len(ids), max(len(ids) - _CHARACTER_BYTES, 0), -1):
         text = await decode(ids[max(end - _DECODED_TOKENS, 0) : end])
         if text is None:
@@ -369,7 +370,7 @@ async def _whole_characters(ids: list[int], decode: Decode) -> list[int] | None:
 
 
 def can_resume(body: dict[str, Any], which: ResumeStreams = "all") -> bool:
-    """Return whether the answer to a request for a completion can continue after a cut."""
+    """Return whether the answer to a completion request can continue after a cut."""
     if which == "off" or (which == "greedy" and not _is_greedy(body)) or body.get("stream") is not True:
         return False
     prompt = body.get("prompt")
@@ -388,18 +389,18 @@ def can_resume(body: dict[str, Any], which: ResumeStreams = "all") -> bool:
 
 
 def _is_greedy(body: dict[str, Any]) -> bool:
-    """Return whether no answer to a request depends on a random state, as far as it says."""
+    """Return whether a request is greedy, so that its answer has no random state."""
     temperature = body.get("temperature")
     return isinstance(temperature, int | float) and 0 <= temperature < _GREEDY_BELOW
 
 
 def _is_neutral(name: str, value: object) -> bool:
     neutral = _NEUTRAL.get(name, ...)
-    return neutral == value and isinstance(neutral, bool) == isinstance(value, bool)  # "logprobs": 0 asks for some
+    return neutral == value and isinstance(neutral, bool) == isinstance(value, bool)  # "logprobs": 0 is one
 
 
 def is_streamed(request: httpx.Request) -> bool:
-    """Return whether ``request``, whose body was read, asks for its answer in pieces."""
+    """Return whether ``request``, whose body was read, asks for a stream."""
     return b'"stream":true' in request.content or b'"stream": true' in request.content
 
 
@@ -410,21 +411,21 @@ def _is_text(content: object) -> bool:
 
 
 class ResumedAnswers:
-    """The answers of one engine's handle that continued after an engine failure. May be used by any thread."""
+    """The answers of one engine that continued after an engine failure. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._resumes: dict[str, tuple[int, bool]] = {}
 
     def add(self, response_id: str, stream: ResumableStream) -> None:
-        """Note that ``stream`` continued, until the statistics of its answer are read."""
+        """Record that ``stream`` continued, until the statistics of its answer are read."""
         with self._lock:
             self._resumes[response_id] = stream.num_resumes, stream.is_sampled
             if len(self._resumes) > _MAX_ANSWERS:
                 del self._resumes[next(iter(self._resumes))]
 
     def mark(self, response_id: str | None, stats: RequestStats) -> RequestStats:
-        """Return ``stats`` with how the answer continued, if it did."""
+        """Return ``stats`` with the number of continuations of the answer."""
         if not self._resumes or response_id is None:
             return stats
         with self._lock:

@@ -1,4 +1,4 @@
-"""HTTP transports of a fleet: each request goes to the replica that is chosen for it, whenever it is sent.
+"""HTTP transports of a fleet: each request goes to a chosen replica, on every attempt.
 
 They lie under those that send requests again (:mod:`ragcache_core.client.http.transport`), so what one replica failed
 to answer is sent to another one, and a greedy answer that was cut goes on there.
@@ -15,23 +15,23 @@ from ragcache_core.client.http.network import AsyncNetwork, with_further_abort_c
 from ragcache_core.runtime.event_loop_thread import EventLoopThread
 
 _LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=8, keepalive_expiry=2.0)
-"""Nothing is sent again here, so an idle connection has to end before the server ends it."""
+"""Requests are not resent here, so an idle connection must end before the server ends it."""
 
 
 class Sending(Protocol):
-    """A request on its way to the replica that was chosen for it."""
+    """A request and the replica that was chosen for it."""
 
     @property
     def request(self) -> httpx.Request:
-        """What is sent, to that replica's address."""
+        """The request with the replica's address."""
         ...
 
     def check(self) -> None:
-        """End a read for an answer that this replica will not give; called while one waits."""
+        """Raise if this replica will not answer; called during waits."""
         ...
 
     def answered(self, response: httpx.Response) -> None:
-        """Look at the head of its answer.
+        """Read the head of the response.
 
         Raises:
             httpx.ConnectError: it takes no requests now, and another replica does.
@@ -39,23 +39,23 @@ class Sending(Protocol):
         ...
 
     def begun(self, response: httpx.Response, first_bytes: bytes) -> None:
-        """Look at what its answer begins with."""
+        """Read the first bytes of the response."""
         ...
 
     def failed(self, error: BaseException) -> BaseException:
-        """Note what broke it, and return what to raise."""
+        """Record the failure, and return the exception to raise."""
         ...
 
     def end(self) -> None:
-        """Note that its answer is over. May be called again, and wherever Python collects an answer that was left."""
+        """Record that the answer is over. Idempotent; the garbage collector may call it."""
         ...
 
 
 class Replicas(Protocol):
-    """Knows who gets a request. May be used by any thread."""
+    """Chooses the replica of each request. Thread-safe."""
 
     def send(self, request: httpx.Request) -> Sending:
-        """Choose a replica; :meth:`Sending.end` is the caller's.
+        """Choose a replica; the caller must call :meth:`Sending.end`.
 
         Raises:
             httpx.ConnectError: none is there.
@@ -64,7 +64,7 @@ class Replicas(Protocol):
 
 
 class AsyncRoutedTransport(httpx.AsyncBaseTransport):
-    """Sends by ``inner`` to the replica that is chosen."""
+    """Sends each request through ``inner`` to the chosen replica."""
 
     def __init__(self, replicas: Replicas, inner: httpx.AsyncBaseTransport) -> None:
         self._replicas = replicas
@@ -120,13 +120,13 @@ class _RoutedBody(httpx.AsyncByteStream):
 
 
 class BackgroundLoop(EventLoopThread):
-    """A thread that runs an event loop, and the connections that live there. :meth:`close` ends both.
+    """A thread that runs an event loop and its connections. :meth:`close` ends both.
 
     ``transport`` is for the work that :meth:`run` is given; it sends nothing again.
     """
 
     def __init__(self, name: str, *, verify: bool, replicas: Replicas | None = None) -> None:
-        """Start the thread. ``verify``: whether the server has a certificate to check.
+        """Start the thread. ``verify``: whether to check the server's certificate.
 
         With ``replicas`` each request goes to the one that is chosen for it.
         """

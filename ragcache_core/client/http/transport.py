@@ -1,4 +1,4 @@
-"""HTTP transports that survive the death of the engine: a request is sent again until its first token has arrived.
+"""HTTP transports that survive an engine crash: they resend a request until its first token has arrived.
 
 They sit below every client (the OpenAI SDK, LangChain, LlamaIndex), so all of them recover in the same way. A
 response is handed on only when its first bytes are there; until then the caller has seen nothing, and the
@@ -45,7 +45,7 @@ _FAILED = (*CONNECTION_ERRORS, httpx.ReadTimeout)
 
 
 class AsyncRetryingTransport(httpx.AsyncBaseTransport):
-    """The asynchronous transport, good for any event loop. ``watch`` is the server's owner.
+    """The asynchronous transport, for any event loop. ``watch`` monitors the server.
 
     Without a ``watch`` nothing is sent again. With ``replicas`` each request goes to the one that is chosen for it.
     """
@@ -87,7 +87,7 @@ class AsyncRetryingTransport(httpx.AsyncBaseTransport):
         return response
 
     async def open(self, attempt: Attempt, request: httpx.Request, error: Exception | None = None) -> httpx.Response:
-        """Return the answer to ``request`` once its first bytes are there; after ``error``, when the server is back."""
+        """Return the response to ``request`` after its first bytes; after ``error``, when the server is back."""
         while True:
             if error is not None:
                 attempt.failed(error)
@@ -114,7 +114,7 @@ class AsyncRetryingTransport(httpx.AsyncBaseTransport):
                 error = failure
 
     async def decode(self, attempt: Attempt, error: Exception, token_ids: list[int]) -> str | None:
-        """Return the text of tokens of an answer that ``error`` cut, once the server is back; ``None`` if unknown."""
+        """Return the text of tokens of an answer cut by ``error``, when the server is back; ``None`` if unknown."""
         original = attempt.request
         headers = {name: value for name, value in original.headers.items() if name == "authorization"}
         body = {"model": json.loads(original.content).get("model"), "tokens": token_ids}
@@ -146,7 +146,7 @@ class AsyncRetryingTransport(httpx.AsyncBaseTransport):
         return network if self._replicas is None else AsyncRoutedTransport(self._replicas, network)
 
     def close(self) -> None:
-        """Refuse further requests. There are no idle connections to close."""
+        """Reject further requests. There are no idle connections to close."""
         self._closed = True
 
     async def aclose(self) -> None:
@@ -162,7 +162,7 @@ class RetryingTransport(Blocking):
 
 
 class _UnsuspendedTransport(AsyncRetryingTransport):
-    """Blocks where the asynchronous transport would be suspended, and keeps idle connections."""
+    """Blocks where the asynchronous transport would suspend, and keeps idle connections."""
 
     def __init__(self, *settings: Any, **named: Any) -> None:
         super().__init__(*settings, **named)
@@ -184,7 +184,7 @@ class _UnsuspendedTransport(AsyncRetryingTransport):
 
 
 class _BegunBody(httpx.AsyncByteStream):
-    """A body whose first bytes were read already."""
+    """A response body whose first bytes were already read."""
 
     def __init__(self, first: bytes, rest: AsyncIterator[bytes], whole: httpx.AsyncByteStream) -> None:
         self._first, self._rest, self._whole = first, rest, whole
@@ -199,7 +199,7 @@ class _BegunBody(httpx.AsyncByteStream):
 
 
 class _WholeBody(httpx.AsyncByteStream):
-    """What the caller gets of an answer: all of it, from several servers if one of them dies."""
+    """The whole body of an answer, from several servers if one of them crashes."""
 
     def __init__(
         self,
@@ -245,9 +245,9 @@ class _WholeBody(httpx.AsyncByteStream):
 
 
 def _check_rest(response: httpx.Response) -> None:
-    """Raise if a server does not go on with an answer; the caller closes it."""
+    """Raise if a server does not continue an answer; the caller closes the response."""
     if response.status_code != 200:
         raise EngineDiedError(
-            f"the engine died during an answer, and its successor answered {response.status_code} when it was to go "
-            "on: ask again"
+            "the engine crashed during an answer, and the restarted engine answered the "
+            f"continuation with status {response.status_code}: send the request again"
         )

@@ -1,1 +1,1 @@
-"""Start a server and look after it: arguments, environment, process, log, restarts."""
+"""Start a server and supervise it: arguments, environment, process, log, restarts."""

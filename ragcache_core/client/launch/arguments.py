@@ -1,4 +1,4 @@
-"""Turn a launch's settings into the arguments and the environment of vLLM's server."""
+"""Convert the settings of a launch to arguments and environment of vLLM's server."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ _RESERVED_CORES_ENV = "VLLM_CPU_NUM_OF_RESERVED_CPU"
 connector, which ours does not need; of two cores it then reserves none, and everything takes three times as long."""
 _TOKENIZER_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 _CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "model_max_length")
-"""Where a model's configuration says how many positions it has."""
+"""Keys of a model's configuration with its number of positions."""
 _LONGER_CONTEXT_ENV = "VLLM_ALLOW_LONG_MAX_MODEL_LEN"
 _ALLOCATOR_ENV = "PYTORCH_CUDA_ALLOC_CONF"
 _PLUGIN = "ragcache_core.vllm_plugin"
@@ -92,7 +92,7 @@ def check_names(names: Iterable[str], extra_args: Sequence[str], own: Collection
 
 @cache
 def _known_names() -> frozenset[str]:
-    """Return the names of all arguments, with some that are none; nothing where they are not known for certain."""
+    """Return the names of all arguments of vLLM's server; empty if they are not known for certain."""
     spec = find_spec("vllm")
     if spec is None or spec.origin is None or entry_points(group=_PLATFORM_PLUGINS):
         return frozenset()
@@ -106,7 +106,7 @@ def _known_names() -> frozenset[str]:
 
 
 def _is_known(name: str, known: Collection[str]) -> bool:
-    """Return whether vLLM's parser takes a name: as it is, negated, or as the beginning of a longer one."""
+    """Return whether vLLM's parser accepts a name: as it is, negated, or abbreviated."""
     return any(each.startswith((name, name.removeprefix("no-"))) for each in known)
 
 
@@ -124,7 +124,7 @@ def _hint(name: str, candidates: Collection[str], *, is_flag: bool = False) -> s
 
 
 def check_launch(settings: LaunchSettings) -> list[str]:
-    """Return vLLM's arguments of a launch, after what cannot work was refused.
+    """Check a launch, and return vLLM's arguments for it.
 
     Raises:
         ConfigError, EngineStartError: with what to do instead.
@@ -143,7 +143,7 @@ def check_launch(settings: LaunchSettings) -> list[str]:
 
 
 def check_vllm() -> None:
-    """Refuse to launch where vLLM is not installed.
+    """Reject a launch if vLLM is not installed.
 
     Raises:
         EngineStartError: with how to install it, and what works without.
@@ -156,7 +156,7 @@ def check_vllm() -> None:
 
 
 def check_model(model: str) -> None:
-    """Refuse a path at which there is no model. A name such as ``org/model`` is left to the server.
+    """Reject a path without a model. The server checks names such as ``org/model``.
 
     Raises:
         EngineStartError: nothing, or no ``config.json``, is there.
@@ -175,7 +175,7 @@ def check_model(model: str) -> None:
 
 
 def check_tokenizer(tokenizer: str | None) -> None:
-    """Refuse a path at which there is no tokenizer. A name of the hub is left to the server.
+    """Reject a path without a tokenizer. The server checks names of the hub.
 
     Raises:
         EngineStartError: no folder is there.
@@ -189,7 +189,7 @@ def check_tokenizer(tokenizer: str | None) -> None:
 
 
 def check_context(model: str, arguments: Sequence[str], environment: Mapping[str, str]) -> None:
-    """Refuse a longer context than a model in a folder has, where its configuration leaves no doubt.
+    """Reject a context longer than the model's, if its configuration states one without scaling.
 
     Raises:
         ConfigError: with the longest that it has.
@@ -212,14 +212,14 @@ def check_context(model: str, arguments: Sequence[str], environment: Mapping[str
 
 
 def _has_plain_positions(config: Mapping[str, Any]) -> bool:
-    """Return whether a model has as many positions as its configuration says: none scaled, nor said further inside."""
+    """Return whether a model has exactly the positions that its configuration states, without scaling."""
     rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
     kind = rope.get("rope_type", rope.get("type", "default"))
     return "text_config" not in config and kind == "default" and not any(isinstance(v, dict) for v in rope.values())
 
 
 def check_block_size(model: str, cache: CacheConfig | VLLMOffload | None) -> None:
-    """Refuse blocks that attention without a GPU does not take. Of a model that is not here vLLM speaks itself.
+    """Reject block sizes that CPU attention does not support. vLLM itself checks models that are not on this machine.
 
     Raises:
         ConfigError: with the sizes that it takes.
@@ -243,7 +243,7 @@ def cache_arguments(
     alphas: Sequence[AlphaPoint] = (),
     most_host_bytes: int | None = None,
 ) -> list[str]:
-    """Return the server's arguments for a cache configuration; ``None`` is plain vLLM. Later arguments override.
+    """Return the server's arguments for a cache configuration; ``None`` is plain vLLM. Later ones override.
 
     Args:
         cache: what to keep, resolved for this machine.
@@ -278,7 +278,7 @@ def transfer_config(
     alphas: Sequence[AlphaPoint],
     most_host_bytes: int | None = None,
 ) -> dict[str, object]:
-    """Return vLLM's ``kv_transfer_config``: our connector, what lies below the GPU, and the connectors beside ours."""
+    """Return vLLM's ``kv_transfer_config``: RAGCache's connector, the tiers, and further connectors."""
     settings = cache.model_dump(mode="json", exclude_none=True, exclude={"connectors"})
     if profile is not None:
         settings["profile"] = str(profile)
@@ -295,13 +295,13 @@ def transfer_config(
             "is_host_optional": most_host_bytes is not None
             and not disk_bytes
             and cache.shared is None
-            and not cache.connectors,  # vLLM knows ours by the name that stands here
+            and not cache.connectors,  # vLLM finds RAGCache's connector by this name
             "most_host_bytes": None if most_host_bytes is None else max(most_host_bytes - for_chunks[0], host_bytes),
             "spec_name": "RAGCacheSpec",
             "spec_module_path": f"{_PLUGIN}.offload.spec",
         }
     key_file = None if cache.disk_key_file is None else str(cache.disk_key_file)
-    below: list[dict[str, object]] = []  # the nearest first, which is asked first
+    below: list[dict[str, object]] = []  # the nearest tier first, which is queried first
     if disk_bytes:
         place = {"directory": str(cache.directory), "capacity_bytes": disk_bytes, "key_file": key_file}
         below.append({"type": "DiskTier", "module_path": f"{_PLUGIN}.disk.manager", **place})
@@ -368,7 +368,7 @@ def vllm_arguments(vllm_args: Mapping[str, object]) -> list[str]:
 
 
 def check_extra_args(extra_args: Sequence[str]) -> None:
-    """Refuse raw arguments that would bypass a setting of ours, or that RAGCache cannot do without.
+    """Reject raw arguments that bypass a setting of RAGCache, or remove what it needs.
 
     Raises:
         ConfigError: with what to do instead.
@@ -381,7 +381,7 @@ def check_extra_args(extra_args: Sequence[str]) -> None:
 
 
 def check_needed(extra_args: Sequence[str]) -> None:
-    """Refuse raw arguments that take away what RAGCache cannot do without.
+    """Reject raw arguments that switch off what RAGCache needs.
 
     Raises:
         ConfigError: with what it is.
@@ -392,7 +392,7 @@ def check_needed(extra_args: Sequence[str]) -> None:
 
 
 def number_of(arguments: Sequence[str], *flags: str) -> int | None:
-    """Return the number that the last of ``flags`` among a server's arguments gives; ``None`` where there is none."""
+    """Return the number given by the last of ``flags`` among a server's arguments; ``None`` if there is none."""
     found = None
     for argument, following in zip_longest(arguments, arguments[1:], fillvalue=""):
         name, equals, value = argument.partition("=")
@@ -409,7 +409,7 @@ def num_engines_of(arguments: Sequence[str]) -> int:
 
 
 def check_worker(cache: CacheConfig | VLLMOffload | None, arguments: Sequence[str]) -> None:
-    """Refuse another worker where chunk reuse needs its own.
+    """Reject a worker class other than the one that chunk reuse needs.
 
     Raises:
         ConfigError: with what to leave out.
@@ -422,7 +422,7 @@ def check_worker(cache: CacheConfig | VLLMOffload | None, arguments: Sequence[st
 
 
 def check_allocator(cache: CacheConfig | VLLMOffload | None, env: Mapping[str, str], arguments: Sequence[str]) -> None:
-    """Refuse an allocator with which vLLM takes no connector: what was copied by address may lie elsewhere later.
+    """Reject a CUDA allocator that vLLM does not allow with a KV connector, as it may move KV memory.
 
     Raises:
         ConfigError: with what to set instead.
@@ -439,7 +439,7 @@ def check_allocator(cache: CacheConfig | VLLMOffload | None, env: Mapping[str, s
 def server_environment(
     api_key: str, cache: CacheConfig | VLLMOffload | None, extra: Mapping[str, str] | None, *, engine_id: str
 ) -> dict[str, str]:
-    """Return the environment of the server: ours, the key (not on its command line, where others could read it)."""
+    """Return the environment of the server. It has the API key, which others could read on a command line."""
     is_configured = isinstance(cache, CacheConfig) and cache.kv_cache_bytes is not None
     default = {} if is_configured else {CPU_KV_CACHE_BYTES_ENV: str(1 << 30)}
     return {
@@ -454,7 +454,7 @@ def server_environment(
 
 
 def new_log_path(port: int) -> Path:
-    """Return where a new server logs to: a file of its own in the user's log folder, which keeps the newest 50.
+    """Return the log path of a new server: a new file in the user's log folder, which keeps the newest 50.
 
     Where that cannot be written to, as in a container with a read-only root, it is standard error.
     """

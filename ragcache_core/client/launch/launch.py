@@ -1,4 +1,4 @@
-"""Start a supervised server from a launch's settings."""
+"""Start a supervised server for a launch."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import json
 import os
 import re
 import secrets
+import shutil
+import tempfile
 import threading
 import time
 import weakref
@@ -48,20 +50,27 @@ _HEALTH_CHECK_INTERVAL_S = 0.25
 _TOO_SMALL = re.compile(
     r"KV cache is needed, which is larger than the available KV cache memory \([^)]*\)[^`]*?\.(?= Try)"
 )
-"""What vLLM says where its KV memory does not hold one prompt of the longest length; what it tries is not ours."""
+"""vLLM's error if its KV memory does not fit one prompt of maximum length."""
 _NOT_FOUND = re.compile(
     r"(LocalEntryNotFound|RepositoryNotFound|GatedRepo|OfflineModeIsEnabled)Error|Cannot find an appropriate cached"
     r"|is not a local folder and is not a valid model identifier|We couldn't connect to .* to load the files"
 )
-"""What the client of the Hugging Face hub and Transformers say of a name that they cannot load."""
+"""Errors of the Hugging Face hub's client and of Transformers for an unknown name."""
 _NO_DEVICE = "Failed to infer device type"
-"""What vLLM says where no device is of the kind that it was built for."""
+"""vLLM's error if no device fits its build."""
+_NO_SPACE = "No space left on device"
+_COMPILED = {
+    "VLLM_CACHE_ROOT": "~/.cache/vllm",
+    "TORCHINDUCTOR_CACHE_DIR": tempfile.gettempdir(),
+    "TRITON_CACHE_DIR": "~/.triton",
+}
+"""The folders of compiled code, which an engine writes while it starts: by variable, with their defaults."""
 _KV_CURE = "Raise kv_cache_bytes, or lower max_model_len"
 logger = logger_of(__name__)
 
 
 class DirectoryLock:
-    """A cache directory's lock, held by the process that launches an engine until :meth:`release`, or until it dies.
+    """The lock of a cache directory, held by the launching process until :meth:`release` or its end.
 
     Two engines must not keep the same KV in one directory. Whether theirs is the same is known only when the model is
     loaded (``vllm_plugin/identity.py``), and then the second one ends. For two that are launched in the same way it is
@@ -69,7 +78,7 @@ class DirectoryLock:
     """
 
     def __init__(self, directory: Path, launch: str) -> None:
-        """Take the lock; where the file system has none, or the file is another user's, nothing is taken.
+        """Take the lock; do nothing if the file system has no locks, or another user owns the file.
 
         Raises:
             EngineStartError: an engine that was launched in the same way has it.
@@ -104,7 +113,7 @@ class DirectoryLock:
 def launch_digest(
     model: str, cache: CacheConfig, arguments: Sequence[str], environment: Mapping[str, str] = os.environ
 ) -> str:
-    """Return a digest of what decides whose KV an engine keeps, as far as its launch says it.
+    """Return a digest of the launch settings that decide the cache namespace.
 
     Engines of one digest keep the same KV: the model's files, vLLM's arguments and its variables are the same.
     """
@@ -120,7 +129,7 @@ def launch_digest(
 
 
 def _forget_all() -> None:
-    """A fork does not own its parent's locks, and must not keep them when the parent has died."""
+    """Close inherited locks in a fork, so that it does not keep them after its parent ends."""
     for lock in _held:
         lock._close()
 
@@ -130,7 +139,7 @@ os.register_at_fork(after_in_child=_forget_all)
 
 @dataclass(frozen=True, slots=True)
 class LaunchedServer:
-    """A server that is ready, and how to reach it."""
+    """A server that is ready, with its address."""
 
     base_url: str
     api_key: str = field(repr=False)
@@ -139,7 +148,7 @@ class LaunchedServer:
 
 
 def launch_server(settings: LaunchSettings) -> LaunchedServer:
-    """Return a server that is ready.
+    """Launch a server, and return it when it is ready.
 
     Raises:
         EngineStartError: no model there, the port is taken, or the server ended or got stuck before it was ready.
@@ -234,6 +243,11 @@ def launch_server(settings: LaunchSettings) -> LaunchedServer:
                 "vLLM found no GPU here: give the container one (docker run --gpus all; in Kubernetes a node with "
                 f"nvidia.com/gpu), check the driver with nvidia-smi, or use vLLM's build for the CPU (log: {log})"
             ) from error
+        if _NO_SPACE in str(error):
+            raise EngineStartError(
+                f"no space is left where the engine writes compiled code: {_compiled_folders(environment)}. "
+                f"Free space, or set these variables to folders of another disk (log: {log})"
+            ) from error
         if Path(model).exists():
             raise
         if _NOT_FOUND.search(str(error)) is not None:
@@ -252,8 +266,18 @@ def launch_server(settings: LaunchSettings) -> LaunchedServer:
     )
 
 
+def _compiled_folders(environment: Mapping[str, str]) -> str:
+    """Return the folders of compiled code in words, each with the space that its disk has."""
+    shown = []
+    for name, default in _COMPILED.items():
+        folder = Path(environment.get(name) or os.environ.get(name) or default).expanduser()
+        there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+        shown.append(f"{name}={folder} ({shutil.disk_usage(there).free >> 20} MiB free)")
+    return ", ".join(shown)
+
+
 def _resolved(cache: CacheConfig, cancel: threading.Event) -> CacheConfig:
-    """Return ``cache`` for this machine, after the shared memory of engines whose owners died was freed.
+    """Return ``cache`` with sizes for this machine, after freeing shared memory of crashed engines.
 
     Such an engine may still be about to end, and has its memory until then.
 
@@ -271,13 +295,13 @@ def _resolved(cache: CacheConfig, cancel: threading.Event) -> CacheConfig:
 
 
 def _share(cache: CacheConfig, most_host_bytes: int | None, num_engines: int) -> tuple[CacheConfig, int | None]:
-    """Return what one of some data-parallel engines on this machine has of host memory and disk."""
+    """Return the share of host memory and disk for one of several data-parallel engines on this machine."""
     sizes = {"host_bytes": (cache.host_bytes or 0) // num_engines, "disk_bytes": cache.disk_bytes // num_engines}
     return cache.model_copy(update=sizes), None if most_host_bytes is None else most_host_bytes // num_engines
 
 
 def _check_tenants(cache: CacheConfig, api_key: str, most_host_bytes: int | None) -> None:
-    """Refuse here, rather than in the engine, what cannot work of the file of tenants.
+    """Reject an invalid file of tenants before the engine starts.
 
     Raises:
         ConfigError: it cannot be used, a quota is more than a tier, or the server's key is a tenant's.
@@ -295,7 +319,7 @@ def _check_tenants(cache: CacheConfig, api_key: str, most_host_bytes: int | None
 
 
 def _check_shared(cache: CacheConfig, env: Mapping[str, str]) -> None:
-    """Refuse here a shared store that refuses us; one that does not answer is only logged, for it may come.
+    """Reject a shared store that denies access; one that does not answer is only logged.
 
     Credentials that are given to the engine alone are not tried here.
 
@@ -317,7 +341,7 @@ def _check_shared(cache: CacheConfig, env: Mapping[str, str]) -> None:
 def _lock(
     model: str, cache: CacheConfig | VLLMOffload | None, arguments: Sequence[str], environment: Mapping[str, str]
 ) -> DirectoryLock | None:
-    """Return the lock of a directory in which the engine will keep something.
+    """Return the lock of the directory that the engine will write to.
 
     Raises:
         EngineStartError: another engine has it. ConfigError: the keys that it is encrypted with cannot be read.
@@ -332,7 +356,7 @@ def _lock(
 
 
 def _alphas(model: str, reuse: ChunkReuse | None) -> tuple[AlphaPoint, ...]:
-    """Return what was measured of chunk reuse on ``model``, as it is to be used.
+    """Return the measured alphas of chunk reuse on ``model``.
 
     Raises:
         ConfigError: a quality is wanted that was not measured, or not reached.
@@ -342,8 +366,8 @@ def _alphas(model: str, reuse: ChunkReuse | None) -> tuple[AlphaPoint, ...]:
         return ()
     if path is None:
         raise ConfigError(
-            f"ChunkReuse.quality is {reuse.quality:g}, but which alpha reaches it on {model!r} with selection "
-            f"{reuse.selection!r} was not measured: run 'ragcache calibrate', or give alpha"
+            f"ChunkReuse.quality is {reuse.quality:g}, but no calibration of {model!r} with "
+            f"selection {reuse.selection!r} exists: run 'ragcache calibrate', or give alpha"
         )
     calibration = load_calibration(path)
     is_as_measured = calibration.max_recompute == reuse.max_recompute
@@ -358,6 +382,6 @@ def _alphas(model: str, reuse: ChunkReuse | None) -> tuple[AlphaPoint, ...]:
 
 
 def _reachable(host: str) -> str:
-    """Return the host to connect to, for a host to listen on."""
+    """Return the host to connect to, for a host that a server listens on."""
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104 (the user's choice)
     return f"[{host}]" if ":" in host else host

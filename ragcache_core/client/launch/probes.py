@@ -1,4 +1,4 @@
-"""An answer to liveness probes that does not depend on the server that is watched."""
+"""An HTTP server for liveness probes that does not depend on the engine."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _TIMEOUT_S = 5.0
 
 
 class ProbeServer:
-    """Answers ``GET /live`` with status 200 and what ``state`` returns; a context manager.
+    """Answers ``GET /live`` with status 200 and the text of ``state``; a context manager.
 
     It says that the process is there that starts the server, and starts it again when it has died.
     """
 
     def __init__(self, host: str, port: int, state: Callable[[], str]) -> None:
-        """Listen; answers begin with the context.
+        """Open the port; answering begins with the context.
 
         Raises:
             ConfigError: the port cannot be used.
@@ -53,7 +53,7 @@ class ProbeServer:
 
     @property
     def port(self) -> int:
-        """The port that it listens on."""
+        """The port that the probe server listens on."""
         return int(self._http.server_address[1])
 
     def __enter__(self) -> Self:

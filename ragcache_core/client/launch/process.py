@@ -1,4 +1,4 @@
-"""The server's process tree: started in a session of its own, watched, and ended without leaving anything behind.
+"""The server's process tree: started in a new session, watched, and ended as a whole.
 
 Three things end it, whichever comes first: :meth:`ServerProcess.stop`, the end of this process (the child reads a
 pipe that we hold; when we die, even by SIGKILL, it reads end-of-file and ends itself), and its own death, after
@@ -49,7 +49,7 @@ class ServerLog:
     """
 
     def __init__(self, path: Path, *, as_json: bool = False) -> None:
-        """Open the log, a file at its end. ``as_json``: write an object for each line; :meth:`text` stays as it is.
+        """Open the log for appending. ``as_json``: write an object per line; :meth:`text` stays plain.
 
         Raises:
             OSError: it cannot be written.
@@ -70,11 +70,11 @@ class ServerLog:
             self._start = os.lseek(self.descriptor, 0, os.SEEK_END)
 
     def hand_over(self) -> None:
-        """Close our end: the server has its own now, or was not started. Once."""
+        """Close this process's end, after the server got its own or failed to start."""
         os.close(self.descriptor)
 
     def text(self, *, has_exited: bool = False) -> str:
-        """Return what was logged so far; nothing if the file was removed. ``has_exited``: the server has ended."""
+        """Return the log so far; empty if the file was removed. ``has_exited``: whether the server has ended."""
         if self._pump is not None:
             if has_exited:
                 self._pump.join(_DRAINED_S)
@@ -92,7 +92,7 @@ class ServerLog:
             self._kept += data
             del self._kept[:-_KEPT_BYTES]
             shown = data if self._lines is None else self._lines.feed(data)
-            is_open = is_open and _write(stream, shown)  # the server must not wait for a reader who has left
+            is_open = is_open and _write(stream, shown)  # the server must not block on a closed reader
         if self._lines is not None and is_open:
             _write(stream, self._lines.end())
         os.close(source)
@@ -100,12 +100,12 @@ class ServerLog:
 
 
 def is_stream(path: Path) -> bool:
-    """Return whether a log there goes to a terminal, a pipe or a standard stream."""
+    """Return whether a log path is a terminal, a pipe or a standard stream."""
     return _STANDARD.fullmatch(str(path)) is not None or (path.exists() and not path.is_file())
 
 
 def _open(path: Path) -> tuple[int, bool]:
-    """Return a descriptor, and whether it is a stream's. Standard streams are shared: others write there as well."""
+    """Return a descriptor, and whether it is a shared standard stream."""
     if (standard := _STANDARD.fullmatch(str(path))) is not None:
         return os.dup({"out": 1, "err": 2}.get(standard["name"]) or int(standard["number"])), True
     make_private_folder(path.parent)
@@ -114,7 +114,7 @@ def _open(path: Path) -> tuple[int, bool]:
 
 
 def _write(stream: int, data: bytes) -> bool:
-    """Write all of it; return whether the stream is still open."""
+    """Write all of the text; return whether the stream is still open."""
     try:
         while data:
             try:
@@ -127,14 +127,14 @@ def _write(stream: int, data: bytes) -> bool:
 
 
 def free_port(host: str) -> int:
-    """Return a TCP port of ``host`` that nothing listens on now."""
+    """Return a TCP port of ``host`` that is free now."""
     with socket.socket(_family(host)) as probe:
         probe.bind((host, 0))
         return int(probe.getsockname()[1])
 
 
 def check_port_free(host: str, port: int) -> None:
-    """Refuse a port that is in use, and a host that this machine cannot listen on.
+    """Reject a port in use, and a host that is no address of this machine.
 
     Raises:
         EngineStartError: the port is taken, reserved or not a port; the host is no address of this machine.
@@ -189,15 +189,15 @@ class ServerProcess:
 
     @property
     def returncode(self) -> int | None:
-        """Exit status, or ``None`` while it runs."""
+        """Exit status; ``None`` while the server runs."""
         return self._popen.poll()
 
     def log_text(self) -> str:
-        """Return what this run has logged so far, of a stream the end of it; nothing if the log was removed."""
+        """Return the log of this run so far (of a stream its end); empty if the log was removed."""
         return self._log.text(has_exited=self.returncode is not None)
 
     def last_words(self) -> str:
-        """Return why it ended as far as its log tells, in one line, with the path of the log."""
+        """Return the reason of the server's end from its log, in one line, with the log's path."""
         lines = [line.strip() for line in self.log_text().splitlines() if line.strip() and "leaked" not in line]
         errors = [i for i, line in enumerate(lines) if _ERROR_LINE.match(unprefixed(line))]
         errors = [i for i in errors if not _POINTS_ELSEWHERE.search(lines[i])] or errors
@@ -211,7 +211,7 @@ class ServerProcess:
         return self._popen.wait()
 
     def stop(self, grace_s: float = GRACE_S) -> None:
-        """End the whole tree: SIGTERM, then after ``grace_s`` SIGKILL. Returns once all of it is gone.
+        """End the whole process tree: SIGTERM, then SIGKILL after ``grace_s``. Returns when all processes are gone.
 
         May be repeated. A fork of the owner does not own the server: there it does nothing.
         """
@@ -225,7 +225,7 @@ class ServerProcess:
         self.kill()
 
     def kill(self) -> None:
-        """End the whole tree now. Returns once all of it is gone; may be repeated."""
+        """Kill the whole process tree. Returns when all processes are gone; may be repeated."""
         if not self._is_owned():
             return
         self._popen.poll()
@@ -240,7 +240,7 @@ class ServerProcess:
 
 
 def unprefixed(line: str) -> str:
-    """Return a line of vLLM's log without the process and the time it begins with."""
+    """Return a line of vLLM's log without its prefix of process and time."""
     return _PREFIX.sub("", line)
 
 

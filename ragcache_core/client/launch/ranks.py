@@ -1,4 +1,4 @@
-"""One launch of several servers of a model, a data-parallel rank each: what each gets of the machine; all or none."""
+"""Launch several servers of one model, one per data-parallel rank, each with a share of the machine; all or none."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ _TOGETHER = ("data_parallel", "enable_expert_parallel")
 def launch_ranks(
     start: Callable[[LaunchSettings], LaunchedServer], settings: LaunchSettings, size: int
 ) -> list[LaunchedServer]:
-    """Return ``size`` servers that are ready; they may ``start`` at the same time.
+    """Return ``size`` servers that are ready; ``start`` launches each, at the same time.
 
     Raises:
         ConfigError: the machine has not that many parts.
         EngineStartError: one could not start, and so none does; it says which, and why.
-        EngineClosedError: the launch was given up.
+        EngineClosedError: the launch was cancelled.
     """
     ranks = plan_ranks(size, settings)
     cancelled = settings.cancel or threading.Event()
@@ -65,16 +65,16 @@ def launch_ranks(
 
 
 def _close(starting: Future[LaunchedServer]) -> None:
-    """End a server that is ready, or will be."""
+    """Stop a server that is ready or starting."""
     if starting.exception() is None:
         starting.result().supervisor.close()
 
 
 def _wait(starting: list[Future[LaunchedServer]], cancelled: threading.Event) -> None:
-    """Wait until all are ready.
+    """Wait until all servers are ready.
 
     Raises:
-        EngineClosedError: the launch was given up. Of a server: why it could not start.
+        EngineClosedError: the launch was cancelled. Of a server: why it could not start.
     """
     left = set(starting)
     while left:
@@ -86,7 +86,7 @@ def _wait(starting: list[Future[LaunchedServer]], cancelled: threading.Event) ->
 
 
 def plan_ranks(size: int, launch: LaunchSettings) -> list[LaunchSettings]:
-    """Return the settings of each server: ports, devices, folders, logs, shares of memory and disk differ.
+    """Return the settings of each server, with ports, devices, folders, logs and shares of memory and disk of its own.
 
     Raises:
         ConfigError: there are fewer devices than they need, or a setting that means one engine with several ranks.
@@ -124,7 +124,7 @@ def plan_ranks(size: int, launch: LaunchSettings) -> list[LaunchSettings]:
 
 
 def _check_kv(cache: CacheConfig | VLLMOffload | None, size: int) -> None:
-    """Refuse more KV in main memory than is free for all ranks: each rank checks only its own.
+    """Reject a KV cache in main memory that does not fit for all ranks together; each rank only checks its own.
 
     Raises:
         ConfigError: with what to lower.
@@ -157,7 +157,7 @@ def _ports(host: str, first: int | None, size: int) -> list[int]:
 
 
 def _parts(size: int, num_workers: int, env: Mapping[str, str]) -> list[dict[str, str]]:
-    """Return the variables that give each server its own GPUs, or where there is none, cores.
+    """Return the environment variables that give each server its GPUs, or its CPU cores without a GPU.
 
     Raises:
         ConfigError: there are too few, or one is named twice.
@@ -183,7 +183,7 @@ def _parts(size: int, num_workers: int, env: Mapping[str, str]) -> list[dict[str
 
 
 def _devices(named: str | None) -> list[str]:
-    """Return the GPUs that are ``named``, which may be none, or all that CUDA counts here.
+    """Return the GPUs in ``named``, or all that CUDA counts.
 
     Raises:
         ConfigError: one is named twice, and two servers would share it.
@@ -197,7 +197,7 @@ def _devices(named: str | None) -> list[str]:
 
 
 def _cache_of(cache: CacheConfig | VLLMOffload | None, rank: int, size: int) -> CacheConfig | VLLMOffload | None:
-    """Return a rank's part of host memory and disk; without a size of host memory the launch divides it."""
+    """Return a rank's cache configuration, with its share of host memory and disk."""
     cache = own_folder(cache, f"rank-{rank}")
     if isinstance(cache, VLLMOffload):
         return replace(cache, host_bytes=cache.host_bytes // size)
@@ -212,7 +212,7 @@ def _cache_of(cache: CacheConfig | VLLMOffload | None, rank: int, size: int) -> 
 
 
 def own_folder(cache: CacheConfig | VLLMOffload | None, name: str) -> CacheConfig | VLLMOffload | None:
-    """Return settings of one of several servers: what it keeps on disk is in a folder of that ``name``."""
+    """Return the settings of one of several servers, with a cache folder of that ``name``."""
     if isinstance(cache, VLLMOffload):
         return cache if cache.directory is None else replace(cache, directory=cache.directory / name)
     if cache is None or not cache.disk_bytes:
@@ -221,12 +221,12 @@ def own_folder(cache: CacheConfig | VLLMOffload | None, name: str) -> CacheConfi
 
 
 def own_log(path: Path | None, name: str) -> Path | None:
-    """Return the log of one of several servers."""
+    """Return the log path of one of several servers."""
     return path if path is None or is_stream(path) else path.with_stem(f"{path.stem}-{name}")
 
 
 def _progress_of(progress: bool | Callable[[str], None] | None, rank: int) -> bool | Callable[[str], None] | None:
-    """Return who is told how far a rank's start is; of several bars the first rank's is drawn."""
+    """Return the progress callback of a rank; only the first rank draws a bar."""
     if callable(progress):
         return lambda stage: progress(f"rank {rank}: {stage}")
     return False if rank else progress

@@ -1,4 +1,4 @@
-"""What ``Engine.launch`` is told: its settings, and vLLM's own offloading in the place of RAGCache's cache."""
+"""The settings of ``Engine.launch``, and vLLM's own offloading as an alternative to RAGCache."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ VLLMEviction = Literal["lru", "arc"]
 
 @dataclass(frozen=True, slots=True)
 class VLLMOffload:
-    """What ``Engine.launch(cache=VLLMOffload(...))`` runs: vLLM with its own tiering, scheduler and policies.
+    """Runs vLLM with its own offloading tier, scheduler and policies, as ``Engine.launch(cache=VLLMOffload(...))``.
 
     Of RAGCache it has what copies blocks on a machine without a GPU, where vLLM has nothing, and no more. KV memory
     and block size are vLLM's own arguments, ``kv_cache_memory_bytes`` and ``block_size``.
@@ -33,7 +33,7 @@ class VLLMOffload:
     host_bytes: int
     eviction: VLLMEviction = "lru"
     directory: Path | None = None
-    """Where vLLM's own file tier lies, which has no limit; ``None`` is no such tier."""
+    """Folder of vLLM's own file tier, which has no size limit; ``None`` for no such tier."""
 
     def __post_init__(self) -> None:
         if self.host_bytes <= 0:
@@ -43,7 +43,7 @@ class VLLMOffload:
             raise ConfigError(f"VLLMOffload.eviction is {self.eviction!r:.80}: vLLM has {known}")
 
     def transfer_config(self, engine_id: str) -> dict[str, object]:
-        """Return vLLM's ``kv_transfer_config``; ``engine_id`` names the region of shared memory."""
+        """Return vLLM's ``kv_transfer_config``; ``engine_id`` names the shared memory."""
         extra: dict[str, object] = {
             "cpu_bytes_to_use": self.host_bytes,
             "spec_name": "VLLMSpec",
@@ -75,11 +75,11 @@ _HINTS = {
     "restart_window_s": "it must be a number of seconds above 0",
     "startup_timeout_s": "it must be a number of seconds above 0",
 }
-"""What to do about a setting, where pydantic's own words do not say it."""
+"""Hints for settings, if pydantic's message has none."""
 
 
 class LaunchSettings(BaseModel):
-    """The settings of :meth:`Engine.launch <ragcache_core.client.Engine.launch>`, which says what each does.
+    """The settings of :meth:`Engine.launch <ragcache_core.client.Engine.launch>`, which documents them.
 
     ``num_ranks`` servers on this machine share the host memory whose size was not set.
 
@@ -120,13 +120,13 @@ class LaunchSettings(BaseModel):
 
     @classmethod
     def of(cls, model: str, settings: Mapping[str, Any]) -> Self:
-        """Return the settings of a launch; those of another name are vLLM's."""
+        """Return the settings of a launch; unknown names are arguments of vLLM."""
         own = {name: value for name, value in settings.items() if name in SETTINGS}
         return cls(model=model, vllm_args={n: value for n, value in settings.items() if n not in SETTINGS}, **own)
 
     @property
     def environment(self) -> dict[str, str]:
-        """The environment that the server gets, without what a launch adds."""
+        """The server's environment, before the additions of the launch."""
         return {**os.environ, **(self.env or {})}
 
 

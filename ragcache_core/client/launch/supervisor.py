@@ -1,4 +1,4 @@
-"""Own a server: start it, say when it is ready, start it again if it dies, end it."""
+"""Supervise a server: start it, report when it is ready, restart it after a crash, stop it."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ logger = logger_of(__name__)
 
 
 class Activity:
-    """Looks at a server's log, and at what it reads and writes, for signs of progress.
+    """Detects progress of a start in a server's log and I/O.
 
     ``num_bytes_moved`` is what its processes have read from and written to storage so far. What a server that waits
     for something says again and again is no progress.
@@ -60,7 +60,7 @@ class Activity:
         self._logged_lines: set[str] = set()
 
     def is_stuck(self, log: str, timeout_s: float) -> bool:
-        """Return whether there was no progress for ``timeout_s`` seconds; ``log`` is what was logged so far."""
+        """Return whether there was no progress for ``timeout_s`` seconds; ``log`` is the log so far."""
         if self._has_new_lines(log):
             self._moved_at_s = self._clock()
         if self._clock() - self._moved_at_s <= timeout_s:
@@ -80,7 +80,7 @@ class Activity:
 
 
 class LoadProgress:
-    """A progress bar over the stages of a start; a context manager.
+    """A progress bar over the stages of a server's start; a context manager.
 
     ``on_stage`` is told each new stage instead of a bar being drawn.
     """
@@ -92,7 +92,7 @@ class LoadProgress:
 
     @classmethod
     def of(cls, progress: bool | Callable[[str], None] | None) -> LoadProgress:
-        """Return what a user's ``progress`` means: a function, yes, no, or (``None``) yes on a terminal."""
+        """Return the callback for a user's ``progress``: a function, True, False, or ``None`` (a bar on a terminal)."""
         if callable(progress):
             return cls(enabled=False, on_stage=progress)
         return cls(enabled=progress)
@@ -106,7 +106,7 @@ class LoadProgress:
         return self
 
     def update(self, log: str) -> None:
-        """Move to the last stage that ``log`` tells of."""
+        """Move to the last stage in ``log``."""
         reached = max((i for i, (_, sign) in enumerate(STAGES) if sign in log), default=0)
         if reached > self._stage:
             self._bar.show(f"engine: {STAGES[reached][0]}")
@@ -146,10 +146,10 @@ class Supervisor:
         closing: threading.Event,
         on_end: Callable[[], None] = lambda: None,
     ) -> None:
-        """Start the server and wait until it is ready. ``on_end`` is called when it will not be started again.
+        """Start the server and wait until it is ready. ``on_end`` is called when it will not be restarted.
 
         The server is checked once a second. It is restarted when it refuses connections, when it reports that its
-        engine hangs, and when it does not answer for ``hang_timeout_s`` seconds and uses no processor time; with
+        engine hangs, and when it does not answer for ``hang_timeout_s`` seconds and uses no CPU time; with
         ``None`` it never hangs. Any other bad status counts only when a client suspects the server.
 
         Raises:
@@ -220,7 +220,7 @@ class Supervisor:
         return self._alive_at_s > monotonic_s
 
     def close(self, grace_s: float = GRACE_S) -> None:
-        """End the server and everything it started. Idempotent; an interrupted call can be repeated.
+        """Stop the server and all of its processes. Idempotent; an interrupted call can be repeated.
 
         A fork of the owner does not own the server: there it does nothing.
         """
@@ -244,7 +244,7 @@ class Supervisor:
                 self._wake.clear()
                 if self._has_died() and not self._closing.is_set():
                     self._restart()
-        except BaseException as error:  # requests that wait for a restart must be told that there is none
+        except BaseException as error:  # waiting requests must learn that there is no restart
             self._stop_supervising(f"the engine's supervisor failed ({type(error).__name__}: {error}): launch it again")
             raise
 
@@ -270,7 +270,7 @@ class Supervisor:
         return not is_alive and (is_suspected or hangs)
 
     def _hangs(self) -> bool:
-        """Return whether the server's own process stands still, since it was slow to answer."""
+        """Return whether the server process hangs: no answer and no CPU time."""
         if self._hang_timeout_s is None:
             return False
         if self._detector is None:
@@ -279,7 +279,7 @@ class Supervisor:
         return self._hang is not None
 
     def _answers(self) -> bool:
-        """Return whether the server says that it is well.
+        """Return whether the server reports that it is healthy.
 
         Raises:
             httpx.TimeoutException: it is slow. httpx.HTTPError, OSError: it accepts no connection, or cuts it.
@@ -293,7 +293,7 @@ class Supervisor:
         return is_alive
 
     def _restart(self) -> None:
-        """Start the server again, until it is ready or the limit of restarts is reached."""
+        """Restart the server until it is ready, or the limit of restarts is reached."""
         process = self._process
         assert process is not None
         self._health = Health.RESTARTING
@@ -345,7 +345,7 @@ class Supervisor:
         self._on_end()
 
     def _run_once(self, progress: LoadProgress) -> None:
-        """Start a run and wait until it is ready; on failure nothing of it is left."""
+        """Start a run and wait until it is ready; on failure stop all of its processes."""
         if self._closing.is_set():
             raise EngineClosedError("the engine was closed while it was starting")
         self._hang = self._detector = None

@@ -1,1 +1,1 @@
-"""The order of a question's documents, by what the engine has cached."""
+"""Document order by the engine's cached prefixes."""

@@ -24,7 +24,7 @@ _TIMEOUT = httpx.Timeout(10.0, connect=5.0)
 """The engine answers between two steps."""
 _POLL_INTERVAL_S = 1.0
 _NUM_AT_ONCE = 2
-"""Questions of who waits: an answer that is on its way does not know what has just been cached."""
+"""Number of updates for a waiting caller: one in flight may lack recently cached prefixes."""
 _FIRST_PAUSE_S = 0.1
 _LAST_PAUSE_S = 5.0
 _UNSUPPORTED_PAUSE_S = 60.0
@@ -42,23 +42,23 @@ logger = logger_of(__name__)
 
 
 class _UnsupportedError(Exception):
-    """The server does not report cached prefixes, or not to this client."""
+    """The server does not report cached prefixes to this client."""
 
 
 class CachedPrefixIndex(ABC):
-    """The cached prefixes of one or several engines, as far as they are known. May be used by any thread."""
+    """The known cached prefixes of one or several engines. Thread-safe."""
 
     @property
     @abstractmethod
     def is_current(self) -> bool:
-        """Whether it is known as it was a moment ago."""
+        """Whether the index was updated a moment ago."""
 
     def order(self, documents: Sequence[DocId], *, prefix: bytes | None, keep_first: bool) -> tuple[int, ...] | None:
-        """Return the order whose prefix is cached the furthest; None where that is not known (yet)."""
+        """Return the document order with the longest cached prefix; ``None`` if the cache is not known yet."""
         return self.look(lambda engines: best_order(engines, documents, prefix=prefix, keep_first=keep_first))
 
     def look(self, answer: Callable[[Sequence[CachedPaths]], _Answer]) -> _Answer | None:
-        """Return what ``answer`` makes of what each engine has cached; None where that is not known (yet).
+        """Return the result of ``answer`` on each engine's index; ``None`` if the cache is not known yet.
 
         Never waits for a server. The first call begins to ask it.
         """
@@ -67,28 +67,28 @@ class CachedPrefixIndex(ABC):
 
     @abstractmethod
     def reading(self) -> AbstractContextManager[Sequence[CachedPaths] | None]:
-        """Give what each engine has cached, which does not change inside; None where that is not known (yet)."""
+        """Yield each engine's index, which does not change meanwhile; ``None`` if the cache is not known yet."""
 
     @abstractmethod
     def refresh(self, timeout_s: float) -> bool:
-        """Ask the engines now, and return whether they have answered within ``timeout_s`` seconds.
+        """Update the index now, and return whether the engines answered within ``timeout_s`` seconds.
 
         For who measures: a request need not wait for it.
         """
 
     @abstractmethod
     def close(self) -> None:
-        """End what asks. May be called again."""
+        """Stop the updates. Idempotent."""
 
 
 class CachedPrefixes(CachedPrefixIndex):
-    """Asks one server each second from the first question on, in a thread of its own, until :meth:`close`.
+    """The cached prefixes of one server, updated each second after the first use by a thread, until :meth:`close`.
 
     While the server does not answer nothing is known: what was cached before may be gone.
     """
 
     def __init__(self, base_url: str, api_key: str) -> None:
-        """Ask nothing yet; ``base_url`` ends in ``/v1``."""
+        """Take the server's address; ``base_url`` ends in ``/v1``. Sends no request yet."""
         self._url = f"{base_url}/ragcache/cached_paths"
         self._headers = {"Authorization": f"Bearer {api_key}"}
         self._is_closed = False
@@ -108,7 +108,7 @@ class CachedPrefixes(CachedPrefixIndex):
 
     @property
     def is_current(self) -> bool:
-        """Whether the engine's cache is known as it was a moment ago."""
+        """Whether the index was updated a moment ago."""
         return self._engines is not None
 
     @contextmanager
@@ -120,7 +120,7 @@ class CachedPrefixes(CachedPrefixIndex):
             yield self._engines
 
     def keep_in(self, index: PathIndex, lock: threading.Lock) -> None:
-        """Keep what is known in an ``index`` as well, and from now on change it under ``lock`` alone: a fleet's.
+        """Also maintain an ``index`` of a fleet, and change it under ``lock`` from now on.
 
         It is in the index of the fleet that was made last.
         """
@@ -133,14 +133,14 @@ class CachedPrefixes(CachedPrefixIndex):
             self._index, self._lock = index, lock
 
     def known_in(self, index: PathIndex) -> Sequence[CachedPaths] | None:
-        """Return what each engine has cached, for who holds the lock of this index; None where that is not known."""
+        """Return each engine's index; the caller holds the lock. ``None`` if unknown."""
         if self._thread is None:
             self._start()
         return self._engines if self._index is index else None
 
     @contextmanager
     def _locked_with(self, other: threading.Lock) -> Iterator[None]:
-        """Hold this lock and another: two fleets of the same engines take both in the same order."""
+        """Hold this lock and another; two fleets of the same engines take both in the same order."""
         while True:
             own = self._lock
             first, second = sorted((own, other), key=id)
@@ -151,7 +151,7 @@ class CachedPrefixes(CachedPrefixIndex):
 
     @contextmanager
     def _changing(self) -> Iterator[None]:
-        """Hold the lock under which the index is read and changed."""
+        """Hold the lock of the index."""
         while True:
             with (lock := self._lock):
                 if lock is self._lock:  # no fleet has come in between
@@ -159,7 +159,7 @@ class CachedPrefixes(CachedPrefixIndex):
                     return
 
     def _replace(self, engines: list[CachedPaths]) -> None:
-        """Let ``engines`` be what is known; none: nothing is. Takes the lock for moments."""
+        """Replace the known engines by ``engines``; empty: the cache is unknown. Holds the lock briefly."""
         with self._moving:
             index = self._index
             if index is not None:
@@ -177,7 +177,7 @@ class CachedPrefixes(CachedPrefixIndex):
                 is_done = next(pieces, self) is self
 
     def refresh(self, timeout_s: float) -> bool:
-        """Ask the server now, and return whether it has answered within ``timeout_s`` seconds.
+        """Update the index now, and return whether the server answered within ``timeout_s`` seconds.
 
         For who measures: a request need not wait for it.
         """
@@ -196,7 +196,7 @@ class CachedPrefixes(CachedPrefixIndex):
         self._is_wanted.set()
 
     def close(self) -> None:
-        """End the thread and its connection. May be called again."""
+        """Stop the thread and close its connection. Idempotent."""
         self._process.check()
         with self._starting:
             self._is_closed = True
@@ -216,7 +216,7 @@ class CachedPrefixes(CachedPrefixIndex):
         while True:
             try:
                 await self._mirror(client)
-            except _UnsupportedError as error:  # until the server is replaced, or has the key: asked again less often
+            except _UnsupportedError as error:  # retried less often, until the server changes or accepts the key
                 is_warned = is_warned and not self.is_current
                 if not is_warned:
                     logger.warning(
@@ -232,12 +232,12 @@ class CachedPrefixes(CachedPrefixIndex):
             await asyncio.sleep(pause_s)
 
     async def _mirror(self, client: httpx.AsyncClient) -> None:
-        """Keep a copy of each data-parallel engine's until an answer is missing or makes no sense."""
+        """Copy each data-parallel engine's prefixes until an answer is missing or invalid."""
         cursor, engines = "", list[CachedPaths]()
         part_pause_s = _PART_PAUSE_S
         while True:
             answer = await self._ask(client, cursor)
-            reports = answer["engines"]  # what was before a reset serves until all is complete
+            reports = answer["engines"]  # the index before a reset is used until the new one is complete
             cursor = str(answer["cursor"])
             if len(reports) > _MAX_ENGINES or len(cursor) > _MAX_CURSOR_CHARS:
                 raise ValueError(f"{len(reports)} engines and a cursor of {len(cursor)} characters are too many")
@@ -259,7 +259,7 @@ class CachedPrefixes(CachedPrefixIndex):
                 await self._pause()
 
     async def _pause(self) -> None:
-        """Wait until it is time to ask again, or a caller of :meth:`refresh` waits."""
+        """Wait until the next update is due, or a caller of :meth:`refresh` waits."""
         if self._num_at_once == 0:
             with suppress(TimeoutError):
                 async with asyncio.timeout(_POLL_INTERVAL_S):  # wait_for may lose a cancellation

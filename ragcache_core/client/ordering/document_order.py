@@ -1,4 +1,4 @@
-"""In which order a prompt shows its documents, by what the engine has cached."""
+"""Choose the order of a prompt's documents from the engine's cached prefixes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _NUM_REMEMBERED = 1024
 
 @dataclass(frozen=True, slots=True)
 class Arrangement:
-    """Documents in the order to show them; ``is_reordered``: it is not the one that they were retrieved in."""
+    """Documents in prompt order; ``is_reordered``: whether it differs from the retrieval order."""
 
     documents: tuple[Document, ...]
     is_reordered: bool
@@ -41,7 +41,7 @@ def in_order(
 
 
 class RememberedOrders:
-    """The orders that documents were brought into lately, bounded and thread-safe: for counting such requests."""
+    """Recent document orders that differ from retrieval order, bounded and thread-safe, for counting."""
 
     def __init__(self, capacity: int = _NUM_REMEMBERED) -> None:
         self._capacity = capacity
@@ -49,7 +49,7 @@ class RememberedOrders:
         self._lock = threading.Lock()
 
     def add(self, documents: tuple[DocId, ...]) -> None:
-        """Remember an order that is not the one of the search."""
+        """Record an order that differs from retrieval order."""
         with self._lock:
             self._orders[documents] = None
             self._orders.move_to_end(documents)
@@ -57,7 +57,7 @@ class RememberedOrders:
                 self._orders.popitem(last=False)
 
     def discard(self, documents: tuple[DocId, ...]) -> None:
-        """Forget an order: this time the search had it."""
+        """Remove an order, as the search returned it this time."""
         with self._lock:
             self._orders.pop(documents, None)
 
@@ -70,7 +70,7 @@ class OrderingClient:
     """Orders documents for one engine's prompts."""
 
     def __init__(self, cached: CachedPrefixIndex, reordered: RememberedOrders) -> None:
-        """``cached`` is what the engine has, ``reordered`` takes note of the orders that were changed."""
+        """Take ``cached``, the engine's cached prefixes, and ``reordered``, which records changed orders."""
         self._cached = cached
         self._reordered = reordered
 
@@ -97,7 +97,7 @@ class OrderingClient:
         return Arrangement(tuple(documents[i] for i in places), True, time.perf_counter() - began_s)
 
     def refresh(self, timeout_s: float = 5.0) -> bool:
-        """Ask the engine now what it has cached, and return whether it has answered in time. For who measures."""
+        """Update the cached prefixes now, and return whether the engine answered in time. For measurements."""
         return self._cached.refresh(timeout_s)
 
     def prefer_cached(
@@ -111,7 +111,7 @@ class OrderingClient:
         keep_first: bool,
         prefix: bytes | None,
     ) -> Choice:
-        """Do :func:`~ragcache_core.swaps.prefer_cached` by what the engine has; without knowing it, choose the best."""
+        """Do :func:`~ragcache_core.swaps.prefer_cached` by its cached prefixes; if unknown, choose the best."""
         options: dict[str, Any] = {"order": order, "keep_first": keep_first, "prefix": prefix}
         chosen = self._cached.look(
             lambda engines: prefer_cached(candidates, scores, k, engines, max_score_loss=max_score_loss, **options)

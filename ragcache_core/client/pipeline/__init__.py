@@ -1,1 +1,1 @@
-"""Search and prefill at the same time: stages of a search in, one answer out."""
+"""Search and prefill at the same time: reads the stages of a search, and starts speculative requests."""

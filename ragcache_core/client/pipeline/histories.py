@@ -1,4 +1,4 @@
-"""What is known of sources: how early their stages are right, and what recent questions found."""
+"""Statistics of sources: how early their stages are final, and what recent questions retrieved."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ CACHED_RESULT_STAGE = -1
 
 _MOST_QUESTIONS = 1024
 _LEAST_SEARCH_S = 0.02
-"""What took less the last time is not preceded by anything."""
+"""Searches that took less time the last time get no earlier result first."""
 _FORMAT = 2
 _MOST_KEPT = 256
 """How many sources and settings are remembered, in the process and in files: those used last."""
@@ -40,7 +40,7 @@ logger = logger_of(__name__)
 
 
 class RecentQuestions:
-    """Remembers ids of what the last thousand questions found, no texts. May be used by any thread.
+    """The document ids that the last thousand questions retrieved, without texts. Thread-safe.
 
     The documents are read again from their store, so that one that was changed is shown as it is now, and one that was
     deleted is no candidate. They are a guess, as those of any stage: what the search finds is final.
@@ -56,7 +56,7 @@ class RecentQuestions:
         question: Hashable,
         read: Callable[[Sequence[DocId]], Sequence[Document]],
     ) -> AsyncGenerator[RetrievalUpdate, None]:
-        """Yield ``updates``, and before them what ``question`` found last, if that is read before the first of them.
+        """Yield ``updates``; first the earlier result of ``question``, if it is read before the first of them.
 
         ``question`` is all that decides what is found; ``read`` returns documents by their ids, in a thread.
         """
@@ -95,7 +95,7 @@ async def _next(updates: AsyncGenerator[RetrievalUpdate, None]) -> RetrievalUpda
 async def _read_before(
     first: asyncio.Task[RetrievalUpdate | None], read: Callable[[], Sequence[Document]]
 ) -> Sequence[Document] | None:
-    """Return what is read; ``None`` if it cannot be, or comes after the ``first`` stage."""
+    """Return the read result; ``None`` if it cannot be read, or arrives after the ``first`` stage."""
     reading = asyncio.ensure_future(in_thread(read))
     try:
         await asyncio.wait((first, reading), return_when=asyncio.FIRST_COMPLETED)
@@ -110,14 +110,14 @@ async def _read_before(
 
 @dataclass(frozen=True, slots=True)
 class SourceHistory:
-    """What earlier searches of a source taught: how early its stages were right, and what questions found."""
+    """Statistics of a source's earlier searches: how early its stages were final, and which ids questions retrieved."""
 
     history: StageStabilityStats = field(default_factory=StageStabilityStats)
     recent: RecentQuestions = field(default_factory=RecentQuestions)
 
 
 class Histories:
-    """Keeps one :class:`SourceHistory` for each source and its settings, shared by retrievers. Thread-safe.
+    """Keeps a :class:`SourceHistory` per source and settings, shared by retrievers. Thread-safe.
 
     A source is known by its ``identity``, a string that is the same in every process: of a store its path. Files hold
     shares, seconds and numbers of searches under a digest of the names, nothing of questions. A file that is damaged,
@@ -132,7 +132,7 @@ class Histories:
         self._at = lru_cache(_MOST_KEPT)(lambda path: SourceHistory(PersistentHistory(path)))
 
     def of(self, source: object, settings: Sequence[object], *, default: SourceHistory) -> SourceHistory:
-        """Return what is known of a source that is searched with ``settings``; of one without a name ``default``."""
+        """Return the history of a source with ``settings``; ``default`` if the source has no name."""
         identity = getattr(source, "identity", None)
         if not isinstance(identity, str) or not identity:
             return default
@@ -142,15 +142,15 @@ class Histories:
         return self._at(folder / f"{key}.json")
 
     def forget(self) -> None:
-        """Remember nothing in this process: what is asked for next is read from its file."""
+        """Clear the histories in memory; the next use reads them from their files."""
         self._at.cache_clear()
 
 
 class PersistentHistory(StageStabilityStats):
-    """A history with a file: read at first, and written when enough has been learnt, which takes a tenth of a ms."""
+    """A history with a file: read at first use, and written after enough searches (0.1 ms)."""
 
     def __init__(self, path: Path) -> None:
-        """Begin with what ``path`` says, if it says anything."""
+        """Load the history from ``path``, if it has one."""
         super().__init__(_read(path))
         self._path = path
         self._saved = self.learnt
@@ -205,7 +205,7 @@ def _checked(share: float, left_s: float, count: int) -> StageRecord:
 
 
 def _make_place(folder: Path) -> None:
-    """Remove the files that were written longest ago, where there are too many for one more."""
+    """Delete the oldest files if there are too many for one more."""
     written = []
     for path in folder.glob("*.json"):
         with suppress(OSError):  # another process was faster

@@ -1,4 +1,4 @@
-"""The events and the result of a search with speculation."""
+"""Events and result of a search with speculation."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:  # the client does not need the store
 
 @dataclass(frozen=True, slots=True)
 class PipelineEvent:
-    """Something that happened during a search.
+    """An event during a search.
 
     ``stage``: a stage ended; ``doc_ids`` are best first, with their ``scores``, which are the search's own (see
     :class:`~ragcache_core.types.RetrievalUpdate`; :func:`similarities`), and ``swaps`` exchanged some. ``start``,
@@ -42,7 +42,7 @@ class PipelineEvent:
 
 @dataclass(frozen=True, slots=True)
 class PipelineResult:
-    """The final documents of a search, and the speculation that may be answering from them already.
+    """The final documents of a search, and the speculation that may already be answering from them.
 
     ``update`` holds the documents best first, ``documents`` in the order of the prompt. Who gets the result owns the
     ``speculation``: the real request joins it, or its ``cancel()`` ends it. ``report`` is what was known when the
@@ -56,11 +56,10 @@ class PipelineResult:
     began_s: float
 
     def settled_report(self) -> PipelineReport:
-        """Return the report as of now; ask at the answer's end.
+        """Return the present report; complete at the answer's end.
 
-        By then the engine has told when it began: until that is known nothing counts as hidden. And a request has
-        joined the speculation, or has not because it asked something else, or because that failed: then nothing was
-        hidden.
+        Search time counts as overlapped after the engine has reported the start of the speculation, and only if a
+        request adopted it: not if the request differed or the speculation failed.
         """
         if self.speculation is None:
             return self.report
@@ -73,7 +72,7 @@ class PipelineResult:
         )
 
     def settled(self, report: PipelineReport) -> PipelineEvent | None:
-        """Return the event that tells what of ``report``, the settled one, was hidden; ``None`` if no answer was."""
+        """Return the event with the overlapped time of ``report``; ``None`` if there was no answer."""
         if self.speculation is None or not self.speculation.can_be_adopted:
             return None
         doc_ids = tuple(document.doc_id for document in self.documents)
@@ -82,11 +81,10 @@ class PipelineResult:
 
 
 def non_overlapped_search_s(speculation: Speculation, began_s: float, search_s: float) -> float:
-    """Return by how much later the answer was begun than without a search from ``began_s`` on; all of it until known.
+    """Return the search time since ``began_s`` that did not overlap with the answer; all of it until this is known.
 
-    That is the time until it was sent, less the making of its request, plus its waits for admission: see
-    :class:`~ragcache_core.stats.PipelineReport`. A prefill of nothing but what stands before the documents begins no
-    answer.
+    This is the time until the speculation was sent, less the time of making its request, plus its waits for admission:
+    see :class:`~ragcache_core.stats.PipelineReport`. A prefill of only the static prefix does not count.
     """
     if speculation.started_s is None or not speculation.has_documents:
         return search_s
@@ -94,8 +92,7 @@ def non_overlapped_search_s(speculation: Speculation, began_s: float, search_s: 
 
 
 def similarities(scores: Sequence[float], metric: Metric | None) -> list[float]:
-    """Return the scores of a search so that the larger is the nearer: inner products are, a squared distance ``d``
-    becomes ``1 / (1 + d)``.
+    """Return scores where larger is nearer: inner products as they are, a squared distance ``d`` as ``1 / (1 + d)``.
 
     Of a source that does not tell its ``metric`` the order says it: the first document is the best. Its scores may be
     anything that ascends, negative numbers too.

@@ -25,7 +25,7 @@ from ragcache_core.stats import PipelineReport
 from ragcache_core.types import DocId, Document, RetrievalUpdate
 
 _LOAD_FRESH_S = 0.05
-"""What the engine said of its load longer ago starts nothing: it is asked again."""
+"""Seconds after which a reported load is too old to start a speculation."""
 _FIRST_POLL_S, _LAST_POLL_S = 0.01, 0.16
 """How long an engine that cannot admit a speculation is not asked again: longer each time, since it is busy."""
 _BUSY_ANSWERS = 2
@@ -45,7 +45,7 @@ logger = logger_of(__name__)
 
 
 class _LoadWatch:
-    """What the engine said of its load during one search, and when it is asked again."""
+    """The engine's last reported load during one search, and the time of the next request for it."""
 
     def __init__(self, client: SpeculationClient, tasks: SearchTasks[PipelineResult]) -> None:
         self._client, self._tasks = client, tasks
@@ -59,28 +59,28 @@ class _LoadWatch:
 
     @property
     def is_fresh(self) -> bool:
-        """Whether what it said last may start something."""
+        """Whether the last report is recent enough to start a speculation."""
         return time.perf_counter() - self._reported_at_s < _LOAD_FRESH_S
 
     @property
     def has_room(self) -> bool:
-        """Whether the scheduler would admit a speculation, as it said last: it knows better than a count."""
+        """Whether the scheduler would admit a speculation, by its last report."""
         return self.latest is not None and self.latest.has_room
 
     def ask(self, on_reported: _OnLoad, *, at_once: bool = False) -> None:
-        """Have ``on_reported`` called with the load, or with why it is not known; not at once where it is busy."""
+        """Call ``on_reported`` with the load, or with the reason why it is unknown; later if the engine is busy."""
         if not self._is_polling:
             self._is_polling = True
             self._tasks.spawn(self._ask(on_reported, 0.0 if at_once else self._poll_s))
 
     def note(self, load: EngineLoad) -> None:
-        """Take in what it said."""
+        """Record a report."""
         self.latest, self._reported_at_s = load, time.perf_counter()
         self._num_full = 0 if load.has_room else self._num_full + 1
         self.most_full = max(self.most_full, self._num_full)
 
     def poll_less(self) -> None:
-        """Wait longer before the next questions."""
+        """Increase the pause before the next requests for the load."""
         self._poll_s = min(2 * self._poll_s, _LAST_POLL_S)
 
     async def _ask(self, on_reported: _OnLoad, delay_s: float) -> None:
@@ -100,7 +100,7 @@ class _LoadWatch:
 
 @dataclass(slots=True)
 class _SearchTally:
-    """What a search did, and why it started nothing where it did not.
+    """Counts of a search, and the reason why it started no speculation.
 
     Attributes:
         cannot: why nothing can be speculated in this search.
@@ -117,11 +117,11 @@ class _SearchTally:
     unpromising: list[str] = field(default_factory=list)
 
     def fail(self, why: str) -> None:
-        """Note why a start failed, unless an earlier one did."""
+        """Record why a start failed, unless an earlier one did."""
         self.failure = self.failure or why
 
     def why_nothing_started(self, load: EngineLoad | None) -> str | None:
-        """Return the reason, in words; ``None`` where something was started."""
+        """Return the reason why nothing was started; ``None`` if something was."""
         if self.num_started:
             return None
         if (why := self.cannot or self.failure) is not None:
@@ -184,7 +184,7 @@ class SearchRun:
         self._tally = _SearchTally()
 
     async def result(self, updates: AsyncIterator[RetrievalUpdate], timeout_s: float | None) -> PipelineResult:
-        """Return the result of the search. The caller ends the tasks, and abandons a run that failed."""
+        """Return the result of the search. The caller ends the tasks, and abandons a failed run."""
         if self._history is not None:
             self._history.num_running += 1
         self._tasks.read(updates, timeout_s, self._on_stage, self._on_search_failed, k=self._k)
@@ -200,14 +200,14 @@ class SearchRun:
                 return result
 
     def abandon(self) -> None:
-        """Cancel what was asked ahead."""
+        """Cancel all speculative requests."""
         self._pipeline.on_closed()
         self._drop_ahead()
         if self._live is not None:
             self._live.abandon()
 
     async def end_tasks(self) -> None:
-        """Leave no task, and the updates closed: as soon as they are, or cut off when that takes too long."""
+        """End all tasks and close the updates; cancel them if that takes too long."""
         if self._history is not None and not self._is_over:
             self._history.num_running -= 1
         self._is_over = True
@@ -248,7 +248,7 @@ class SearchRun:
         return None
 
     def _is_promising(self, stage: int) -> bool:
-        """Return whether a stage's candidates are worth a start; of one that is not known, in idle time alone."""
+        """Return whether a start from a stage's candidates is worthwhile; for unknown stages in idle time only."""
         if self._history is None:
             return True
         if not self._history.is_known(stage):
@@ -260,7 +260,7 @@ class SearchRun:
         return is_worthwhile
 
     def _may_try(self, history: StageStabilityStats) -> bool:
-        """Return whether a stage that is not known may start something: once where other searches of its source run.
+        """Return whether an unknown stage may start a speculation: once while other searches of its source run.
 
         They say that the engine is in demand, and show what the stage is worth as well.
         """
@@ -341,7 +341,7 @@ class SearchRun:
         return self._load is not None and self._load.has_room
 
     def _num_pending(self) -> int:
-        """Return what decides a start."""
+        """Return the number of pending prefills, which decides a start."""
         return 0 if self._has_room else self._pipeline.max_prefill_bs
 
     # Speculations
@@ -361,14 +361,14 @@ class SearchRun:
                     pass  # the final stage's own business
 
     def _prefetch(self) -> None:
-        """Have what the engine has on disk of the candidates read into host memory while it cannot compute them."""
+        """Read the candidates' blocks from disk into host memory while the engine cannot prefill them."""
         if self._prefetched != self._documents:
             self._prefetched = self._documents
             assert self._starts is not None
             self._starts.take(self._documents).prefetch()
 
     def _make_ahead(self) -> None:
-        """Prepare a request before the engine has said whether it admits one, unless it did not when last asked."""
+        """Prepare a request before the engine reports admission, unless it last reported none."""
         is_unknown = self._load is None or self._load.latest is None
         if self._starts is not None and self._tally.cannot is None and (is_unknown or self._has_room):
             self._starts.make(self._documents)
@@ -389,7 +389,7 @@ class SearchRun:
             self._tally.fail("the documents changed before a speculation was sent")
 
     async def _settle(self, live: StartedSpeculation) -> None:
-        """Wait a little for a speculation that is being sent; unless it was sent then, it has failed."""
+        """Wait briefly for a speculation that is being sent; mark it as failed if it was not sent then."""
         await live.wait_until_sent(_START_GRACE_S)
         self._announce(live)
         if not live.is_alive:
@@ -465,7 +465,7 @@ def _texts(documents: _Documents) -> tuple[tuple[DocId, str], ...]:
 
 
 def _may_be_joined(live: StartedSpeculation, documents: _Documents) -> bool:
-    """Return whether a request about ``documents`` may turn out to be the one that was sent ahead, byte for byte.
+    """Return whether a request about ``documents`` may equal the speculative one, byte for byte.
 
     Their metadata may differ: only the request itself knows whether the prompt shows it. So the speculation is left
     there to be joined, and not confirmed before it is.
@@ -485,27 +485,27 @@ async def run_pipeline(
     history: StageStabilityStats | None = None,
     k: int | None = None,
 ) -> PipelineResult:
-    """Return the final documents of a search, during which the engine worked ahead from its candidates.
+    """Return the final documents of a search, with speculation on its candidates meanwhile.
 
-    The search is never held up, and its result never lost: not by the engine, nor by a speculator that is slow or
-    raises. Whatever ends this early, an error or a cancellation, cancels every speculation, closes ``updates`` and
-    leaves no task. A source has a second to clean up, for which the result waits; it is cut off then.
+    Neither the engine nor a slow or failing speculator delays the search, or loses its result. An error or cancellation
+    cancels every speculation, closes ``updates`` and ends all tasks. A source has a second to clean up, for which the
+    result waits.
 
     Args:
         updates: the search's stages. A document that appears twice counts once; nothing is read after the final stage.
-        client: sends the engine speculations and asks for its load; ``None``: nothing is speculated.
-        speculator: sends what can be sent ahead; ``None``: nothing is speculated.
-        timeout_s: how long the search may take until its documents are final. A source that blocks the event loop
-            is timed out between two stages only: a single one comes, late, and with a warning that says so.
-        on_event: told of every stage and speculation, in order; what it raises ends the search.
-        arrange: puts a stage's documents into the order of the prompt; asked once for the same documents.
-        history: of the searches of this source, to which this one is added; without it every stage is trusted.
-        k: how many documents were asked for: a source that finds more is cut to the first ones of each stage.
+        client: sends speculations to the engine, and reads its load; ``None`` for no speculation.
+        speculator: makes speculative requests; ``None`` for no speculation.
+        timeout_s: maximum seconds until the documents are final. With a source that blocks the event loop it only works
+            between two stages; a single stage arrives late, with a warning.
+        on_event: called with every event in order; its exceptions end the search.
+        arrange: returns a stage's documents in prompt order; called once for the same documents.
+        history: statistics of the source, which this search updates; without it every stage is trusted.
+        k: number of documents; each stage is cut to the first ``k``.
 
     Raises:
         SearchTimeoutError: the documents were not final in time.
         SearchError: the search ended without final documents, or ``updates`` yields no stages.
-        ConfigError: the time-out is not above 0.
+        ConfigError: ``timeout_s`` is not above 0.
     """
     check_timeout(timeout_s)
     with search_span() as trace:

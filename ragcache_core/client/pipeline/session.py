@@ -1,4 +1,4 @@
-"""One question on its way to an answer, in any framework: the result of its search, and the end of its speculation."""
+"""One question in any framework: the result of its search, and the end of its speculation."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ _Ahead = TypeVar("_Ahead")
 
 @dataclass(frozen=True, slots=True)
 class SearchOverlap(Generic[_Ahead]):
-    """What the engine does during one search, in place of prefilling the prompt's documents, and who gets its result.
+    """The engine's work during one search, and the reader of its result.
 
-    ``ahead`` asks ``engine`` ahead, with the documents of a stage; without it the retriever does what it always does,
-    or nothing where ``skipped_because`` says why. ``on_result`` gets what the search came to, and owns its speculation.
-    ``prompt`` is what will show the documents, for an order by what is cached after it; by default the retriever's.
+    ``ahead`` makes speculative requests to ``engine`` from a stage's documents; without it the retriever prefills as
+    usual, or not at all for the reason ``skipped_because``. ``on_result`` gets the search's result, and owns its
+    speculation. ``prompt`` will show the documents, for cache-aware order; by default the retriever's.
     """
 
     engine: EngineClient | None
@@ -39,7 +39,7 @@ class SearchOverlap(Generic[_Ahead]):
 
 
 class SearchSession:
-    """What a search came to, once it has; its speculation is ended here unless a request took it over."""
+    """The result of a search, and its speculation, which ends here unless a request adopts it."""
 
     def __init__(self) -> None:
         self._result: PipelineResult | None = None
@@ -47,15 +47,15 @@ class SearchSession:
         self._scope = object()
 
     def take(self, result: PipelineResult) -> None:
-        """Own the result of the search, and its speculation."""
+        """Take ownership of the search's result and speculation."""
         self._result = result
 
     def model_call(self) -> AbstractContextManager[None]:
-        """Ask the model in this question's scope: the request joins what was sent ahead of it, not of an equal one."""
+        """Send requests in this question's scope, so that they adopt only its own speculation."""
         return request_scope(self._scope)
 
     def stream_parts(self, parts: Generator[_Part, None, None]) -> Generator[_Part, None, None]:
-        """Yield what ``parts`` does, which asks the model in this question's scope; close them in the end."""
+        """Yield from ``parts`` in this question's scope, and close them at the end."""
         with closing(parts):
             while True:
                 with self.model_call():
@@ -66,7 +66,7 @@ class SearchSession:
                 yield part
 
     async def astream_parts(self, parts: AsyncGenerator[_Part, None]) -> AsyncGenerator[_Part, None]:
-        """Yield what ``parts`` does, which asks the model in this question's scope; close them in the end."""
+        """Yield from ``parts`` in this question's scope, and close them at the end."""
         async with aclosing(parts):
             while True:
                 with self.model_call():
@@ -77,20 +77,20 @@ class SearchSession:
                 yield part
 
     def pipeline_report(self) -> dict[str, Any] | None:
-        """Return the report as of now, or as settled, as plain data; ``None`` before the search has ended."""
+        """Return the present report as plain data; ``None`` before the search has ended."""
         if self._result is None:
             return None
         return (self._settled or self._result.settled_report()).to_dict()
 
     def settle(self) -> PipelineEvent | None:
-        """Settle the report: the answer has ended. Return the event that tells of it, once, if there is one."""
+        """Complete the report at the answer's end. Return its event once, if there is one."""
         if self._result is None or self._settled is not None:
             return None
         self._settled = self._result.settled_report()
         return self._result.settled(self._settled)
 
     def close(self) -> None:
-        """End the speculation, unless a request took it over. May be called again."""
+        """End the speculation, unless a request adopted it. Idempotent."""
         if self._result is not None and self._result.speculation is not None:
             self._result.speculation.cancel()
 
@@ -103,7 +103,7 @@ class SearchSession:
         timeout_s: float | None,
         skipped_because: str | None = None,
     ) -> list[_Found]:
-        """Return what a retriever of another make finds, each once: its search is one stage, which hides nothing.
+        """Return another retriever's documents, each once: its search has one stage, which cannot overlap.
 
         ``to_core`` gives the documents that it found, in its order.
 

@@ -1,4 +1,4 @@
-"""Read the stages of any search: it may raise, find too much, never end, or end without an answer."""
+"""Read the stages of any search: it may raise, return too many documents, never end, or end without a result."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ _Result = TypeVar("_Result")
 
 
 def check_timeout(timeout_s: float | None) -> None:
-    """Refuse a time-out that cannot work.
+    """Reject an invalid time-out.
 
     Raises:
         ConfigError: it is not above 0.
     """
     if timeout_s is not None and not timeout_s > 0:
-        raise ConfigError(f"timeout_s is {timeout_s!r}: give seconds above 0, or None to wait as long as it takes")
+        raise ConfigError(f"timeout_s is {timeout_s!r}: give seconds above 0, or None for no limit")
 
 
 def check_updates(updates: object) -> None:
-    """Refuse what cannot be read stage by stage.
+    """Reject a search whose updates cannot be read stage by stage.
 
     Raises:
         SearchError: it is no asynchronous iterator.
@@ -47,7 +47,7 @@ def check_updates(updates: object) -> None:
 
 
 def check_stage(update: object) -> None:
-    """Refuse what is no stage.
+    """Reject an invalid stage.
 
     Raises:
         SearchError: it is no update, or what it found are no documents.
@@ -56,13 +56,13 @@ def check_stage(update: object) -> None:
         raise SearchError(f"a stage of the search is {update!r}: {_HINT}")
     for document in update.documents:
         if not isinstance(document, Document):
-            raise SearchError(f"stage {update.stage} of the search found {document!r}: yield Documents only")
+            raise SearchError(f"stage {update.stage} of the search yielded {document!r}: yield Documents only")
 
 
 async def read_stages(
     updates: AsyncIterator[RetrievalUpdate], on_stage: Callable[[RetrievalUpdate], None], *, k: int | None = None
 ) -> None:
-    """Hand each stage to ``on_stage``, every document once and the first ``k`` of them, until the final one.
+    """Pass each stage to ``on_stage``, with its first ``k`` distinct documents, until the final one.
 
     Raises:
         SearchTimeoutError: the source timed out.
@@ -87,7 +87,7 @@ async def read_stages(
 
 
 async def close_stages(updates: AsyncIterator[RetrievalUpdate]) -> None:
-    """Close the source. What it raises then is logged, and changes no result."""
+    """Close the source. An exception from it is logged, and changes no result."""
     try:
         if isinstance(updates, Coroutine):
             updates.close()  # never awaited
@@ -98,7 +98,7 @@ async def close_stages(updates: AsyncIterator[RetrievalUpdate]) -> None:
 
 
 def cut_stage(update: RetrievalUpdate, k: int | None) -> RetrievalUpdate:
-    """Return a stage with every document once, where it stood first, and the first ``k`` of them."""
+    """Return a stage with its first ``k`` distinct documents."""
     first = {document.doc_id: i for i, document in reversed(list(enumerate(update.documents)))}
     kept = sorted(first.values())[:k]
     if len(kept) == len(update.documents):
@@ -111,7 +111,7 @@ def cut_stage(update: RetrievalUpdate, k: int | None) -> RetrievalUpdate:
 
 
 class SearchTasks(Generic[_Result]):
-    """The inbox of a search, and the tasks that fill it. All but :meth:`post` happens in its event loop."""
+    """The event queue of a search, and the tasks that fill it. All but :meth:`post` run in its event loop."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -122,12 +122,12 @@ class SearchTasks(Generic[_Result]):
         self._time_out: asyncio.TimerHandle | None = None
 
     async def handle_next(self) -> _Result | None:
-        """Wait for what is posted next, and return what comes of it."""
+        """Wait for the next event, and return the result of its handler."""
         handle = await self._inbox.get()
         return await handle()
 
     def put(self, handle: Callable[[], Awaitable[_Result | None]]) -> None:
-        """Have ``handle`` called in its turn."""
+        """Append ``handle`` to the queue."""
         self._inbox.put_nowait(handle)
 
     def post(self, handle: Callable[[], Awaitable[_Result | None]]) -> None:
@@ -136,7 +136,7 @@ class SearchTasks(Generic[_Result]):
             self._loop.call_soon_threadsafe(self.put, handle)
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Run ``work`` until it or the search ends."""
+        """Run ``work`` until it, or the search, ends."""
         task = self._loop.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -174,7 +174,7 @@ class SearchTasks(Generic[_Result]):
             self._time_out = self._loop.call_later(timeout_s, self.put, partial(on_failed, error))
 
     async def end(self) -> None:
-        """Leave no task, and the updates closed: as soon as they are, or cut off when that takes too long."""
+        """End all tasks and close the updates; cancel them if that takes too long."""
         if self._time_out is not None:
             self._time_out.cancel()
         for task in self._tasks:

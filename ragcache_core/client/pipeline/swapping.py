@@ -1,4 +1,4 @@
-"""Stages of a search whose nearly equal documents are exchanged for cached ones, before anything is asked ahead."""
+"""Stages of a search in which near-tied documents are replaced by cached ones, before speculation."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ if TYPE_CHECKING:  # the client does not need the store
 
 @dataclass(frozen=True, slots=True)
 class Swapping:
-    """How documents are exchanged; see :func:`~ragcache_core.swaps.prefer_cached`.
+    """Settings of score-tolerant substitution; see :func:`~ragcache_core.swaps.prefer_cached`.
 
-    ``metric`` says what a score is, ``prefix_of`` what stands before these documents in the prompt.
+    ``metric`` is that of the scores; ``prefix_of`` returns the static prefix of these documents' prompt.
     """
 
     ordering: OrderingClient
@@ -32,10 +32,9 @@ class Swapping:
     prefix_of: Callable[[Sequence[Document]], bytes | None]
 
     async def stages(self, updates: AsyncIterator[RetrievalUpdate], k: int) -> AsyncGenerator[RetrievalUpdate, None]:
-        """Yield ``updates``, which name more than ``k`` documents, with ``k`` of them.
+        """Yield ``updates`` reduced to ``k`` documents each; they name more.
 
-        What was chosen of the same candidates once stays chosen: speculation changes what is cached, and what it began
-        with must not change by that.
+        The choice for equal candidates stays the same during a search, although speculation changes the cache.
         """
         chosen: dict[tuple[DocId, ...], Choice] = {}
         try:

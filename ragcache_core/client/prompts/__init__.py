@@ -1,1 +1,1 @@
-"""From a framework's messages to a prompt whose documents the engine knows."""
+"""Convert a framework's messages to a prompt whose documents the engine knows."""

@@ -1,4 +1,4 @@
-"""What of a prompt is known before the question's documents are final: its beginning, and what separates its KV."""
+"""The known part of a prompt before its documents are final: its beginning, and its KV scope."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ from ragcache_core.wire import KEY
 _OURS = (KEY, "prompt_token_ids")
 # What RAGCache itself puts into kv_transfer_params. The rest says, for example, that nothing is offloaded.
 MIN_PREFILL_TOKENS = 16
-"""Shorter beginnings are not worth a request: vLLM caches whole blocks, and this is the smallest usual one."""
+"""Minimum length of a prefill: vLLM caches whole blocks, and this is the smallest usual block."""
 
 _REMADE_AFTER_S = 10.0
-"""What a prompt begins with may change (a date, say), and making it may have failed: it is made again then."""
+"""Seconds until the beginning of a prompt is made again, as it may change (a date) or have failed."""
 
 UNKNOWN = ("Xqz", "Jvw kuy")
 """Two texts in place of one that is not known yet: other first characters, other lengths."""
@@ -70,16 +70,16 @@ class KVScope:
     authorization: str | None = None
 
     def fields(self) -> dict[str, Any]:
-        """Return the fields of the body."""
+        """Return the scope's fields of a request body."""
         fields: dict[str, Any] = json.loads(self.body)
         return fields
 
     def headers(self) -> dict[str, str]:
-        """Return the headers of the request."""
+        """Return the scope's headers."""
         return {} if self.authorization is None else {"Authorization": self.authorization}
 
     def settings(self) -> dict[str, Any]:
-        """Return the same as settings of a request through the OpenAI SDK."""
+        """Return the scope as settings of a request through the OpenAI SDK."""
         fields, headers = self.fields(), self.headers()
         model = {"model": fields.pop("model")} if "model" in fields else {}
         return {
@@ -90,7 +90,7 @@ class KVScope:
 
 
 class KVScopes:
-    """The KV scopes of one engine's requests, as far as they are known. Thread-safe.
+    """The known KV scopes of one engine's requests. Thread-safe.
 
     A search does not know which request will show its documents. What is prefilled for it gets the scope of the
     requests so far that showed documents. Where these differ, it is not known, and stays so: a wrong scope would let
@@ -99,7 +99,7 @@ class KVScopes:
     """
 
     def __init__(self, model: str, api_key: str) -> None:
-        """``model`` and ``api_key`` are those of the engine's handle."""
+        """Take ``model`` and ``api_key`` of the engine's handle."""
         self._model = model
         self._authorization = f"Bearer {api_key}"
         self._lock = Lock()
@@ -108,7 +108,7 @@ class KVScopes:
         self._is_warned = False
 
     def read(self, settings: Mapping[str, Any]) -> KVScope:
-        """Return the scope of a request with these settings; vLLM's own are in ``extra_body``."""
+        """Return the scope of a request with these settings; settings of vLLM are in ``extra_body``."""
         given = {**settings, **(settings.get("extra_body") or {})}
         fields = {name: given[name] for name in ("model", "cache_salt") if given.get(name)}
         if fields.get("model") == self._model:
@@ -122,7 +122,7 @@ class KVScopes:
         return KVScope(json.dumps(fields, sort_keys=True, default=repr), own)
 
     def expect(self, settings: Mapping[str, Any]) -> None:
-        """Record a model that was made: until a request shows documents, its scope is the likely one."""
+        """Record a framework's model: until a request shows documents, its scope is expected."""
         self._add(self._expected, self.read(settings))
 
     def note(self, settings: Mapping[str, Any]) -> None:
@@ -130,7 +130,7 @@ class KVScopes:
         self._add(self._seen, self.read(settings))
 
     def of(self, bound: KVScope | None) -> KVScope | None:
-        """Return the scope of the requests that will show a prompt; ``None`` where it is not known.
+        """Return the scope of the requests that will show a prompt; ``None`` if unknown.
 
         Args:
             bound: the scope with which the prompt was bound, if it was bound with one.
@@ -163,25 +163,25 @@ HINT = (
 
 
 class DraftedPrompt(Protocol):
-    """A prompt whose messages can be made, but for the question."""
+    """A prompt whose messages are known except for the question."""
 
     def drafts(self, shown_documents: Sequence[Any], documents: Sequence[Document]) -> Drafts:
-        """Return the messages about these documents, twice."""
+        """Return the messages about these documents, for two different questions."""
         ...
 
     def texts(self, documents: Sequence[Document]) -> list[tuple[DocId, str]]:
-        """Return the documents as the messages show them."""
+        """Return the documents' texts as the messages show them."""
         ...
 
 
 class BoundPrompt:
-    """The beginning of a chain's prompt, as tokens, while its question's documents are searched. Thread-safe.
+    """The beginning of a chain's prompt as tokens, while its documents are searched. Thread-safe.
 
     Attributes:
-        is_question_first: something that is not known while the search runs (the question, a history of the chat)
-            stands before the documents, so that only the static part before it can be prefilled.
-        has_documents: whether any of what is known are the documents.
-        scope: what separates the KV of the requests that show it; ``None`` where that was not said.
+        is_question_first: whether text that is unknown during the search (question, chat history) precedes the
+            documents, so that only the static part before it can be prefilled.
+        has_documents: whether the known part includes documents.
+        scope: the KV scope of its requests; ``None`` if not given.
     """
 
     def __init__(
@@ -195,7 +195,7 @@ class BoundPrompt:
         scope: KVScope | None = None,
         settings: Mapping[str, Any] | None = None,
     ) -> None:
-        """Bind ``prompt``; without a ``tokenizer`` nothing of it is known.
+        """Bind ``prompt``; without a ``tokenizer`` none of its tokens are known.
 
         ``settings`` are the other fields of the requests that will show it, if they change the tokens.
         """
@@ -212,14 +212,14 @@ class BoundPrompt:
         self._static_prefix: bytes | None = None
 
     def static_prefix(self, shown_documents: Sequence[Any], documents: Sequence[Document]) -> bytes | None:
-        """Return what names the tokens before the documents in the cache, as they were of late; None: not known (yet).
+        """Return the cache id of the tokens before the documents, as last known; ``None`` if unknown.
 
-        The server is asked by another thread, at the first call and every ten seconds or so, about a prompt of one
-        document. The first call waits for the answer, 0.1 s at most. :meth:`prefix` asks as well.
+        A thread reads it from the server with a prompt of one document, at the first call and about every ten seconds.
+        The first call waits for the response for at most 0.1 s. :meth:`prefix` reads it too.
         """
         if time.monotonic() - self._made_s >= _REMADE_AFTER_S and self._finds_documents:
             self._made_s = time.monotonic()
-            with suppress(RuntimeError):  # no more threads: the next call asks
+            with suppress(RuntimeError):  # no more threads: the next call retries
                 if _threads.run(partial(self._ask, shown_documents[:1], documents[:1])):
                     self._answered.wait(_FIRST_WAIT_S)
         return self._static_prefix
@@ -235,10 +235,11 @@ class BoundPrompt:
         return self._tokenizer is not None and self._tokenizer.finds_documents
 
     def prefix(self, shown_documents: Sequence[Any], documents: Sequence[Document]) -> RenderedPrompt | None:
-        """Return the tokens that a request about these documents, in this order, begins with; asks the server.
+        """Return the tokens with which a request about these documents, in this order, begins. Calls the server.
 
-        ``shown_documents`` are the framework's, for the user's own formatting; ``documents`` are the same ones. None
-        where nothing is worth a prefill. Never fails: a prompt that cannot be made is not speculated on, and said once.
+        ``shown_documents`` are the framework's, for the user's formatting; ``documents`` are the same as core
+        documents. Returns ``None`` if a prefill is not worthwhile. Never raises: a failure is logged once, and not
+        speculated on.
         """
         self._made_s = time.monotonic()
         if self._tokenizer is None or not self._finds_documents:
@@ -274,11 +275,10 @@ def bind(
     is_prefilled: bool = True,
     scope: KVScope | None = None,
 ) -> BoundPrompt:
-    """Return ``prompt`` bound; a warning says so if its question comes first. See ``Engine.bind_prompt``.
+    """Return ``prompt`` bound, with a warning if its question comes first. See ``Engine.bind_prompt``.
 
     Raises:
-        ConfigError: ``prompt`` is nothing that makes messages, it has no variable ``context``, or no ``format_docs``
-            says how it shows documents.
+        ConfigError: ``prompt`` makes no messages, has no variable ``context``, or needs ``format_docs``.
     """
     drafted = _drafted(prompt, format_docs, context, question)
     early = drafted.unknown_before_context()
@@ -288,7 +288,7 @@ def bind(
 
 
 def warn_question_first(names: Sequence[str], *, opening: str = "", retriever: str | None = None) -> None:
-    """Warn that a prompt's documents cannot be prefilled, and say why and what to do.
+    """Warn that a prompt's documents cannot be prefilled, with reason and fix.
 
     Args:
         names: the variables before the documents.
@@ -305,7 +305,7 @@ def warn_question_first(names: Sequence[str], *, opening: str = "", retriever: s
 
 
 class _Template:
-    """Messages made by a function of the context and of what is not known yet."""
+    """Messages made by a function of the context and of the still unknown variables."""
 
     def __init__(
         self,
@@ -330,7 +330,7 @@ class _Template:
         return [(d.doc_id, self._text_of(d)) for d in documents]
 
     def unknown_before_context(self) -> list[str]:
-        """Return the variables that stand before the context in the messages."""
+        """Return the variables that precede the context in the messages."""
         chosen = dict.fromkeys(self._unknown, 0)
         try:
             plain = _text(self._fill(_SHOWN[0], chosen))
@@ -344,7 +344,7 @@ class _Template:
 
 
 def _text(messages: Sequence[ChatMessage]) -> str:
-    """Return what a chat template makes of messages, as far as their order goes."""
+    """Return the chat template's text of messages, for their order only."""
     return "".join(f"<{message['role']}>{''.join(texts_of(message.get('content')))}" for message in messages)
 
 
@@ -371,9 +371,7 @@ def _drafted(prompt: Any, format_docs: FormatDocuments | None, context: str, que
 def _of_layout(layout: PromptLayout, format_docs: FormatDocuments | None) -> _Template:
     def fill(context: str, unknown: Mapping[str, int]) -> list[ChatMessage]:
         query_name = unknown["question"]
-        hint = (
-            (layout.relevance_hint or "") if query_name else ""
-        )  # shown where the documents are reordered: not known here
+        hint = (layout.relevance_hint or "") if query_name else ""  # unknown here: only for reordered documents
         return layout.messages_of(context, UNKNOWN[query_name], hint)
 
     def show(shown: Sequence[Any], documents: Sequence[Document]) -> Any:
@@ -391,7 +389,7 @@ def _caller(prompt: Callable[..., Any]) -> Callable[[str, Mapping[str, int]], li
 
 
 def _maker(prompt: Any) -> Callable[..., Any] | None:
-    """Return what makes messages of a template's variables."""
+    """Return a function that makes messages of a template's variables."""
     if callable(make := getattr(prompt, "format_messages", None)) and not inspect.isclass(prompt):
         return make  # type: ignore[no-any-return]
     if callable(make := getattr(prompt, "format_prompt", None)) and not inspect.isclass(prompt):
@@ -420,7 +418,7 @@ def _filler(
 
 
 def _variables(prompt: Any) -> tuple[set[str], set[str]]:
-    """Return the names that a template takes, and those that the caller of the chain gives."""
+    """Return the names of a template's variables, and those that the chain's caller gives."""
     if (inputs := getattr(prompt, "input_variables", None)) is not None:  # LangChain
         partial: Mapping[str, Any] = getattr(prompt, "partial_variables", None) or {}
         optional = {name for name in getattr(prompt, "optional_variables", ()) if not partial.get(name)}
@@ -436,7 +434,7 @@ def _history(chosen: int) -> list[tuple[str, str]]:
 
 
 def _message(message: Any) -> ChatMessage:
-    """Return a message of a framework as the OpenAI protocol's, as the framework's own client sends it."""
+    """Return a framework's message in the OpenAI protocol, as its own client sends it."""
     if isinstance(message, Mapping):
         return message
     role: Any = getattr(message, "role", None) or getattr(message, "type", None)

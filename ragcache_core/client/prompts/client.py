@@ -1,4 +1,4 @@
-"""Prompts for one engine: how they begin, which documents they show, what their requests carry."""
+"""Prompts for one engine: their beginning, their documents, and the metadata of their requests."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ _PLAIN_KEYS = {"role", "content", "name"}
 
 
 class PromptClient:
-    """Finds the documents that prompts for one engine show, by their text.
+    """Finds documents in the prompts for one engine, by their text.
 
     Attributes:
         tokenizer: the server's, asked over HTTP.
@@ -58,7 +58,7 @@ class PromptClient:
     def __init__(
         self, tokenizer: ServerTokenizer, *, max_model_len: int, reordered: RememberedOrders, scopes: KVScopes
     ) -> None:
-        """``reordered`` are orders that were changed. ``scopes`` takes note of the requests' KV scopes."""
+        """Take ``reordered``, which has changed orders, and ``scopes``, which records KV scopes."""
         self.tokenizer = tokenizer
         self._scopes = scopes
         self._max_model_len = max_model_len
@@ -77,7 +77,7 @@ class PromptClient:
         return list(self.tokenizer.lay_out(prompt, ()).token_ids)
 
     def cache_salt_for(self, prompt: RenderedPrompt, cache_salt: str | None) -> str | None:
-        """Return the salt of a request for ``prompt`` with a ``cache_salt`` of its own."""
+        """Return the salt of a request for ``prompt`` with its own ``cache_salt``."""
         ids = (segment.doc_id for segment in prompt.segments)
         salts = (cache_salt, self.facts.body(ids, prompt.acls).get("cache_salt"))
         return joined_salt(salt for salt in salts if salt is not None)
@@ -91,7 +91,7 @@ class PromptClient:
         settings: Mapping[str, Any] | None = None,
         **how: Any,
     ) -> BoundPrompt:
-        """See ``Engine.bind_prompt``; ``how`` are the further arguments of :func:`bind`."""
+        """See ``Engine.bind_prompt``; ``how`` has the other arguments of :func:`bind`."""
         scope = None if settings is None else self._scopes.read(settings)
         bound = bind(prompt, format_docs, self.tokenizer, max_model_len=self._max_model_len, scope=scope, **how)
         if is_default:
@@ -99,7 +99,7 @@ class PromptClient:
         return bound
 
     def tokens_of(self, body: Mapping[str, Any]) -> Sequence[int] | None:
-        """Return the tokens of a request for a completion, given its body; ``None`` where they are not known.
+        """Return the tokens of a completion request with this body; ``None`` if unknown.
 
         Raises:
             EngineError: the server cannot be asked.
@@ -116,15 +116,15 @@ class PromptClient:
 
     @property
     def bound_prompt(self) -> BoundPrompt | None:
-        """The prompt bound last, or else the one learned from the requests so far."""
+        """The last bound prompt, or the one learned from requests."""
         return self._bound or self._learner.prompt
 
     def prompt_for(self, query: str) -> BoundPrompt | None:
-        """Return the prompt that will show what ``query`` finds: an agent's next one, or :attr:`bound_prompt`."""
+        """Return the prompt that will show the documents of ``query``: an agent's next one, or :attr:`bound_prompt`."""
         return self._tool_calls.prompt_for(query, self.bound_prompt)
 
     def note_answer(self, plan: RequestPlan, answer: Callable[[], ChatMessage]) -> None:
-        """Remember the tool calls with which a model answered the request of ``plan``.
+        """Record the tool calls in the answer to the request of ``plan``.
 
         ``answer`` returns its message as the next request will send it back.
         """
@@ -138,7 +138,7 @@ class PromptClient:
         settings: Mapping[str, Any] | None = None,
         chunk_reuse: ChunkReuseOption = None,
     ) -> RequestPlan:
-        """Return what a request for a prompt that is laid out carries; with the errors of :meth:`plan_chat`."""
+        """Return the metadata of a request for a rendered prompt; raises as :meth:`plan_chat`."""
         limit = self._max_model_len
         plan = plan_rendered(
             prompt, self.facts, max_model_len=limit, reordered=self._reordered, chunk_reuse=chunk_reuse
@@ -148,11 +148,11 @@ class PromptClient:
         return plan
 
     def expect_settings(self, settings: Mapping[str, Any]) -> None:
-        """Remember the settings of a framework's model that will send its requests to this engine."""
+        """Record the settings of a framework's model that will send its requests to this engine."""
         self._scopes.expect(settings)
 
     def scope_of(self, settings: Mapping[str, Any]) -> KVScope:
-        """Return what separates the KV of a request with these settings."""
+        """Return the KV scope of a request with these settings."""
         return self._scopes.read(settings)
 
     def plan_chat(
@@ -165,20 +165,20 @@ class PromptClient:
         deduplicates: bool = False,
         needs_tokens: bool = False,
     ) -> RequestPlan:
-        """Return what a chat request carries besides ``messages``: the documents that it shows, and their rights.
+        """Return the metadata of a chat request: the documents in its messages, and their access groups.
 
-        ``documents`` are found by their text, and so are those that were remembered, and those that a framework's
-        retrievers returned lately. The server finds their tokens. ``settings`` are the other fields of the request
-        (tools, ``extra_body``, ...). ``chunk_reuse`` is that of ``stream``.
+        ``documents``, remembered documents, and recent results of a framework's retrievers are recognised by their
+        text. The server finds their tokens. ``settings`` are the other fields of the request (tools, ``extra_body``,
+        ...). ``chunk_reuse`` is that of ``stream``.
 
-        Control tokens in documents are broken up. With ``deduplicates`` a document that an earlier message shows is
-        referred to: the plan holds the messages to be sent. With ``needs_tokens`` the server is asked for the tokens,
-        which the plan holds if it tells them.
+        Control tokens in documents are split up. With ``deduplicates``, references replace documents of earlier
+        messages: the plan has the messages to send. With ``needs_tokens`` the plan has the tokens, if the server
+        reports them.
 
         Raises:
             PromptTooLongError: the prompt does not fit into the context window, as far as its tokens are known.
-            ConfigError: ``chunk_reuse`` is not what it may be, or a message or setting cannot be sent: text that is no
-                Unicode, a number that is not finite or beyond 64 bits.
+            ConfigError: an invalid ``chunk_reuse``, or a message or setting that cannot be sent: invalid Unicode, a
+                number that is not finite or beyond 64 bits.
         """
         chunk_reuse, settings = read_chunk_reuse(chunk_reuse), settings or {}
         messages = [as_plain_text(message) for message in messages]
@@ -194,7 +194,7 @@ class PromptClient:
         fields = fields_of(settings)
         if not fields and all(map(_is_plain, sent)):
             if self._bound is None:
-                is_prefilled = current_scope() is None  # inside a scope the whole answer is asked ahead
+                is_prefilled = current_scope() is None  # inside a scope the whole answer is speculative
                 self._learner.observe(messages, searches, RETRIEVED.searches(), is_prefilled=is_prefilled)
         else:
             self._tool_calls.observe(messages, searches)
@@ -232,7 +232,7 @@ class PromptClient:
     def _laid_out(
         self, messages: Sequence[ChatMessage], shown: Sequence[PromptDocument], settings: Mapping[str, Any]
     ) -> RenderedPrompt | None:
-        """Return a chat with its tokens; ``None`` where the server does not tell them, or names no documents.
+        """Return a chat with its tokens; ``None`` if the server does not report them, or names no documents.
 
         Raises:
             PromptTooLongError: it does not fit into the context window.
@@ -249,7 +249,7 @@ class PromptClient:
         return prompt
 
     def _shown(self, documents: Iterable[Document] | None, messages: Iterable[ChatMessage]) -> list[tuple[DocId, str]]:
-        """Return what documents ``messages`` may show, as they would show them."""
+        """Return the documents that ``messages`` may show, with their texts."""
         given = [(d.doc_id, d.text) for d in documents or ()]
         known = {doc_id for doc_id, _ in given}
         seen = dict.fromkeys((*self.remembered.shown(), *RETRIEVED.shown()))
@@ -263,7 +263,7 @@ class PromptClient:
     def rearranged(
         self, messages: Sequence[ChatMessage], order: Sequence[int], *, documents: Iterable[Document] | None = None
     ) -> list[ChatMessage] | str:
-        """Return ``messages`` with their documents in another order, which is remembered as one, or why that cannot be.
+        """Return ``messages`` with their documents in another, recorded order, or the reason why that is impossible.
 
         ``order`` are places of the documents that :meth:`plan_chat` finds in them.
         """
@@ -281,7 +281,7 @@ class PromptClient:
 
 
 def _is_plain(message: ChatMessage) -> bool:
-    """Return whether a message is plain text of a role that all servers render in the same way."""
+    """Return whether a message is plain text with a role that all servers render in the same way."""
     keys = {key for key, value in message.items() if value is not None}
     return (
         message.get("role") in _PLAIN_ROLES and isinstance(message.get("content"), str) and _PLAIN_KEYS.issuperset(keys)
@@ -290,5 +290,5 @@ def _is_plain(message: ChatMessage) -> bool:
 
 @lru_cache(maxsize=2048)
 def _as_json(text: str) -> str:
-    """Return a text as JSON shows it, between its quotes: a tool may answer so, or a template show a result."""
+    """Return a text as a JSON string without its quotes, as tools and templates may show it."""
     return json.dumps(text, ensure_ascii=False)[1:-1]

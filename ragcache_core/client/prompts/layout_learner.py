@@ -1,4 +1,4 @@
-"""How a prompt lays out its documents: learned from requests, and shown again in another order."""
+"""Learn how a prompt lays out its documents from requests, and render them in another order."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from ragcache_core.prompt import ChatMessage, DocumentSpan, PromptTokenizer, com
 from ragcache_core.types import DocId, Document
 
 _MAX_GAP_CHARS = 200
-"""More between two documents is hardly a separator: a text that was not recognised stands there."""
+"""Maximum length of a separator; longer text between documents was not recognised."""
 
 _MAX_CONTRADICTIONS = 3
-"""Contradictions in a row after which nothing is offered until two requests have the same layout."""
+"""Consecutive contradictions after which a layout is dropped, until two requests agree."""
 
 _NUMBER, _DOC_ID = "\0number\0", "\0doc_id\0"
 _SEVERAL = "its documents do not stand in one message of plain text"
@@ -29,7 +29,7 @@ _IRREGULAR = (
 
 @dataclass(frozen=True, slots=True)
 class LearnedLayout:
-    """What the messages about any documents look like, as one request showed it.
+    """The layout of messages around documents, learned from one request.
 
     ::
 
@@ -55,7 +55,7 @@ class LearnedLayout:
     is_question_first: bool = False
 
     def text(self, documents: Sequence[tuple[DocId, str]]) -> str:
-        """Return the message from its start to the last one of ``documents`` whose place is known."""
+        """Return the message from its start to the last of ``documents`` with a known place."""
         known = documents[: self.num_documents]
         if not known:
             return self.head.partition(_DOC_ID)[0]
@@ -66,7 +66,7 @@ class LearnedLayout:
         return text
 
     def drafts(self, shown_documents: Sequence[Any], documents: Sequence[Document]) -> Drafts:
-        """Return the messages about ``documents`` twice, with the rest of those that were seen."""
+        """Return the messages about ``documents``, for two different questions."""
         text = self.text(self.texts(documents))
         is_whole = self.num_documents is None or len(documents) <= self.num_documents
         question_start = self.question_start if is_whole and documents else 0
@@ -86,11 +86,11 @@ class LearnedLayout:
         return [*self.before, *one], [*self.before, *other]
 
     def texts(self, documents: Sequence[Document]) -> list[tuple[DocId, str]]:
-        """Return the documents as they were recognised: by their text."""
+        """Return the documents' texts, by which they were recognised."""
         return [(d.doc_id, d.text) for d in documents]
 
     def matches(self, messages: Sequence[ChatMessage], documents: Sequence[tuple[DocId, str]]) -> bool:
-        """Return whether ``messages`` about ``documents`` begin as this layout says."""
+        """Return whether ``messages`` about ``documents`` begin with this layout."""
         i = len(self.before)
         if len(messages) <= i or tuple(messages[:i]) != self.before or messages[i]["role"] != self.message["role"]:
             return False
@@ -98,17 +98,17 @@ class LearnedLayout:
         return content.startswith(self.text(documents))
 
     def has_more_samples_than(self, other: LearnedLayout) -> bool:
-        """Return whether more documents can be laid out."""
+        """Return whether this layout covers more documents than another."""
         return other.num_documents is not None and (
             self.num_documents is None or other.num_documents < self.num_documents
         )
 
 
 class LayoutLearner:
-    """The layout that the last requests had, if they were regular. Thread-safe."""
+    """The layout of recent requests, if it was regular. Thread-safe."""
 
     def __init__(self, tokenizer: PromptTokenizer | None, *, max_model_len: int = 0) -> None:
-        """Know nothing yet; what is learned is tokenised by ``tokenizer``, and makes no prompt without one."""
+        """Start without a layout. ``tokenizer`` makes tokens of it; without one there is no prompt."""
         self._tokenizer = tokenizer
         self._max_model_len = max_model_len
         self._lock = Lock()
@@ -120,13 +120,13 @@ class LayoutLearner:
 
     @property
     def prompt(self) -> BoundPrompt | None:
-        """The layout learned, bound; ``None`` while there is none."""
+        """The learned layout as a bound prompt; ``None`` if there is none."""
         with self._lock:
             return self._prompt if self._num_contradictions < _MAX_CONTRADICTIONS else None
 
     @property
     def layout(self) -> LearnedLayout | None:
-        """The layout learned; ``None`` while there is none."""
+        """The learned layout; ``None`` if there is none."""
         with self._lock:
             return self._layout if self._num_contradictions < _MAX_CONTRADICTIONS else None
 
@@ -138,7 +138,7 @@ class LayoutLearner:
         *,
         is_prefilled: bool = True,
     ) -> None:
-        """Learn from a request of plain text that shows the result of one of ``searches``.
+        """Learn from a plain-text request that shows the result of one of ``searches``.
 
         A search teaches once: a later prompt that shows its documents may be another chain's.
 
@@ -166,7 +166,7 @@ class LayoutLearner:
             self._num_contradictions = 0 if is_foretold or known is None else self._num_contradictions + 1
             if known is None or not is_foretold:
                 layout = seen
-            else:  # what stands before the words that were searched for may be a part of a user's question
+            else:  # text before the query may be a part of the user's question
                 question_start = common_prefix_len(known.tail[: known.question_start], seen.tail)
                 is_more = seen.has_more_samples_than(known)
                 layout = (
@@ -192,7 +192,7 @@ class LayoutLearner:
 
 @dataclass(frozen=True, slots=True)
 class _Shown:
-    """The message of a request that shows a search's documents, where it shows them, and which they are."""
+    """The message that shows a search's documents, with their places and ids."""
 
     search: RememberedSearch
     index: int
@@ -201,14 +201,14 @@ class _Shown:
 
 
 def _is_source(search: RememberedSearch, result: RememberedSearch) -> bool:
-    """Return whether ``result`` may be made from ``search``, by a reranker or another retriever around it."""
+    """Return whether ``result`` may derive from ``search``, through a reranker or retriever wrapper."""
     return search.query == result.query or set(search.documents) <= set(result.documents)
 
 
 def _find(
     messages: Sequence[ChatMessage], searches: Sequence[RememberedSearch], *, is_whole: bool = False
 ) -> _Shown | None:
-    """Return the search whose documents and query the messages show best; of equal ones the newest.
+    """Return the search that matches the messages' documents and query best; the newest of equal ones.
 
     ``is_whole``: all documents must be shown, but those of the newest search.
     """
@@ -262,7 +262,7 @@ def _layout_of(messages: Sequence[ChatMessage], shown: _Shown) -> LearnedLayout:
 
 
 def _place_of(query: str, text: str) -> int | None:
-    """Return where ``text`` asks ``query``: as words of their own, not as letters of a template's word."""
+    """Return the position of ``query`` in ``text`` as separate words."""
     if not query.strip():
         return 0
     whole = "|".join(map(re.escape, dict.fromkeys((query, query.strip()))))  # some prompts strip it
@@ -273,7 +273,7 @@ def _place_of(query: str, text: str) -> int | None:
 def _static_part(
     messages: Sequence[ChatMessage], index: int, start: int, num_chars: int, *, is_question_first: bool = False
 ) -> LearnedLayout:
-    """Return the layout that is not known from character ``start`` of a message on."""
+    """Return the layout that is unknown from character ``start`` of a message on."""
     content: str = messages[index]["content"]
     return LearnedLayout(
         before=tuple(messages[:index]),
@@ -290,7 +290,7 @@ def _static_part(
 
 
 def _with_gap(layout: LearnedLayout, gaps: Sequence[str], doc_ids: Sequence[DocId]) -> LearnedLayout:
-    """Return the layout with what stands between documents, if one rule says it of all ``gaps``."""
+    """Return the layout with the separator of documents, if one rule explains all ``gaps``."""
     head, first = layout.head, doc_ids[0]
     for number in (1, 0):
         rule = {_marked(gap, str(i + number), _NUMBER) for i, gap in enumerate(gaps, 1)}
@@ -312,20 +312,20 @@ def _regular(layout: LearnedLayout, head: str, gap: str, first_number: int) -> L
 
 
 def _marked(text: str, word: str, mark: str) -> str:
-    """Return ``text`` with a mark in place of the last ``word``, if it stands there as a word of its own."""
+    """Return ``text`` with a mark in place of the last separate ``word``."""
     found = list(re.finditer(rf"(?<!\w){re.escape(word)}(?!\w)", text))
     return text[: found[-1].start()] + mark + text[found[-1].end() :] if found else text
 
 
 def _has_same_ending(head: str, gap: str, first: str, mark: str) -> bool:
-    """Return whether the mark of a gap stands for ``first`` before the first document."""
+    """Return whether the separator's mark stands for ``first`` before the first document."""
     _, found, end = gap.rpartition(mark)
     return bool(found) and head.endswith(first + end)
 
 
 @dataclass(frozen=True, slots=True)
 class Rearranged:
-    """Messages, and the ids of their documents as they stand now."""
+    """Messages, and the ids of their documents in their new order."""
 
     messages: list[ChatMessage]
     doc_ids: tuple[DocId, ...]
@@ -337,7 +337,7 @@ def rearranged(
     order: Sequence[int],
     questions: Iterable[str] = (),
 ) -> Rearranged | str:
-    """Return ``messages`` with the documents at the places ``order``, or why that cannot be.
+    """Return ``messages`` with the documents in the new ``order``, or the reason why that is impossible.
 
     ``shown`` are documents (id, text) that they may hold; ``questions`` may quote them. An id that stands before each
     document goes with it. A number or a source does not: an answer may cite it, so nothing is moved then.
@@ -370,7 +370,7 @@ def rearranged(
 
 
 def _frame(head: str, gaps: Sequence[str], ids: Sequence[DocId]) -> tuple[str, str] | None:
-    """Return what stands before the first document and before every other, ids marked; None if no rule says it."""
+    """Return the text before the first document and between documents, ids marked; ``None`` if no rule explains it."""
     marked = {_marked(gap, doc_id, _DOC_ID) for gap, doc_id in zip(gaps, ids[1:], strict=True)}
     if len(marked) != 1:
         return None

@@ -1,4 +1,4 @@
-"""A document that a conversation shows already is referred to, and not shown again."""
+"""Replace documents that a conversation already shows by references."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _LEAST_TIMES: Final = 2
 
 
 def check_deduplicate(deduplicate: object) -> bool:
-    """Return whether documents are to be referred to.
+    """Return whether repeated documents are replaced by references.
 
     Raises:
         ConfigError: it is neither true nor false; ``"no"`` would count as true.
@@ -28,7 +28,7 @@ def check_deduplicate(deduplicate: object) -> bool:
 def without_repeats(
     messages: Sequence[ChatMessage], documents: Iterable[tuple[DocId, str]], questions: Iterable[str] = ()
 ) -> list[ChatMessage]:
-    """Return messages that show each of ``documents`` (id, text as shown) once, in the first message that holds it.
+    """Return messages that show each of ``documents`` (id, text) once, in the first message that has it.
 
     Later messages refer to it by its opening words: ``[shown above: "Zorval was a company ..."]``. A reference depends
     only on the messages before it, and frameworks resend a conversation unchanged. So each prompt begins with the whole

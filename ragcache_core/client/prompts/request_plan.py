@@ -1,4 +1,4 @@
-"""What a chat request carries besides its messages: which documents it shows, and access rights."""
+"""The metadata of a chat request: its documents and access groups."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ _MAX_REMEMBERED = 1 << 16
 
 
 class DocumentFacts:
-    """Access groups and readable labels of the documents that a client has seen; thread-safe.
+    """Access groups and labels of the documents that a client has seen. Thread-safe.
 
     Prompts of frameworks are text, in which documents are recognised and known by their ids. Ids of several stores may
     be the same, so all groups count that were ever seen with one.
     """
 
     def __init__(self, *also: DocumentFacts) -> None:
-        """``also``: facts that others add to, and that count here as well."""
+        """Take ``also``: facts of others, which are included."""
         self._also = also
         self._acls: OrderedDict[DocId, frozenset[tuple[str, ...]]] = OrderedDict()
         self._labels: OrderedDict[DocId, str] = OrderedDict()
         self._lock = threading.Lock()
 
     def add(self, documents: Iterable[Document]) -> None:
-        """Remember the groups and labels of documents that have some."""
+        """Record the groups and labels of documents."""
         for document in documents:
             acl, label = document.acl, document.label
             with self._lock if acl is not None or label is not None else nullcontext():
@@ -55,7 +55,7 @@ class DocumentFacts:
         return bool(self._acls) or any(other.has_acls for other in self._also)
 
     def acls_of(self, doc_ids: Iterable[DocId | None]) -> frozenset[tuple[str, ...]]:
-        """Return the groups of those of the documents that have some."""
+        """Return the access groups of those documents that have some."""
         ids = list(doc_ids)
         theirs = (other.acls_of(ids) for other in self._also)
         with self._lock:
@@ -63,23 +63,23 @@ class DocumentFacts:
         return own.union(*theirs)
 
     def label_of(self, doc_id: DocId | None) -> str | None:
-        """Return the label of a document; ``None`` where it has none."""
+        """Return the label of a document; ``None`` if it has none."""
         own = self._labels.get(doc_id or "")
         return own or next((label for other in self._also if (label := other.label_of(doc_id)) is not None), None)
 
     def labelled(self, segments: Iterable[PromptSegment]) -> tuple[PromptSegment, ...]:
-        """Return segments with the labels of their documents, where they are known."""
+        """Return segments with their documents' labels."""
         return tuple(replace(each, label=each.label or self.label_of(each.doc_id)) for each in segments)
 
     def body(self, doc_ids: Iterable[DocId | None], acls: frozenset[tuple[str, ...]] = frozenset()) -> dict[str, Any]:
-        """Return what a request says of who may read the documents in it."""
+        """Return the access groups of documents as a part of a request body."""
         salt = rights_salt(acls | self.acls_of(doc_ids))
         return {} if salt is None else {"cache_salt": salt}
 
 
 @dataclass(frozen=True, slots=True)
 class ChatWithTools:
-    """A request whose answer may call a tool, from which the next one of the same chat goes on.
+    """A request whose answer may call a tool, after which the same chat continues.
 
     ``documents`` (id, text as shown) are in its ``messages``; ``settings`` are its other fields.
     """
@@ -91,7 +91,7 @@ class ChatWithTools:
 
 @dataclass(frozen=True, slots=True)
 class RequestPlan:
-    """A request's metadata, and how to read its statistics afterwards.
+    """A request's metadata, and how its statistics are read.
 
     ``extra_body`` is merged into the body of the request. ``doc_ids`` are the documents that the prompt shows, in its
     order, and ``num_chars`` its length, as text. ``prompt`` is known where its tokens are: the prompt was rendered
@@ -107,7 +107,7 @@ class RequestPlan:
     deadline: DeadlineReport | None = None
 
     def stats(self, usage: Mapping[str, Any] | None, *, ttft_s: float | None, total_s: float) -> RequestStats:
-        """Return the statistics of the answered request; ``usage`` is the OpenAI protocol's, as the server sent it.
+        """Return the statistics of the answered request; ``usage`` is the server's, in the OpenAI protocol.
 
         A stream may have none; the engine tells the length of the prompt then.
         """
@@ -119,7 +119,7 @@ class RequestPlan:
 def request_stats(
     usage: Mapping[str, Any] | None, segments: Sequence[PromptSegment], *, ttft_s: float | None, total_s: float
 ) -> RequestStats:
-    """Return what ``usage`` and the clock say of a request."""
+    """Return the statistics of a request from ``usage`` and its times."""
     usage = usage or {}
     num_cached_tokens = int((usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0)
     return RequestStats(
@@ -160,7 +160,7 @@ def with_hints(plan: RequestPlan, hints: CacheHints) -> RequestPlan:
 
 
 def as_plain_text(message: ChatMessage) -> ChatMessage:
-    """Return a message whose content is a list of one text with that text as its content, others as they are.
+    """Return a message with one text part as a message with that text; others unchanged.
 
     Every server renders both in the same way.
     """
@@ -178,17 +178,17 @@ def plan_texts(
     chunk_reuse: ChunkReuseOption = None,
     names_documents: bool = True,
 ) -> RequestPlan:
-    """Return the plan of a chat whose tokens the server makes, and finds the documents in them.
+    """Return the plan of a chat that the server tokenises, and whose documents it finds.
 
     Args:
         shown: its documents, in its order.
-        facts: what is known of these documents.
-        reordered: the orders of documents that are not those of a search.
-        chunk_reuse: how documents are reused, if it is not to be as the engine does.
+        facts: access groups and labels of documents.
+        reordered: recorded document orders that differ from retrieval order.
+        chunk_reuse: chunk-reuse settings; by default the engine's.
         names_documents: whether the server finds documents by their texts.
 
     Raises:
-        ConfigError: ``chunk_reuse`` holds what cannot be.
+        ConfigError: an invalid ``chunk_reuse``.
     """
     ids = tuple(each.doc_id for each in shown)
     body: dict[str, Any] = facts.body(ids)
@@ -208,7 +208,7 @@ def plan_tokens(
     sends_tokens: bool = True,
     **options: Any,
 ) -> RequestPlan:
-    """Return the plan of a request for ``prompt``, whose tokens are known; see :func:`plan_texts`.
+    """Return the plan of a request for ``prompt`` with known tokens; see :func:`plan_texts`.
 
     ``sends_tokens``: it is a chat of text, whose tokens the server takes from there. ``options`` are those of
     :func:`encode_kv_transfer_params`.
@@ -225,7 +225,7 @@ def plan_tokens(
 
 
 def changed_messages(messages: Sequence[ChatMessage], sent: Sequence[ChatMessage]) -> dict[str, Any]:
-    """Return what a request's body says in place of its ``messages`` where others are to be ``sent``."""
+    """Return the part of a request body that replaces its ``messages`` by ``sent``."""
     return {} if list(sent) == list(messages) else {"messages": list(sent)}
 
 
@@ -239,13 +239,13 @@ def plan_rendered(
     is_prefill: bool = False,
     expected_uses: int = 0,
 ) -> RequestPlan:
-    """Return the plan of a prompt whose token ids are sent to the completions endpoint; see :func:`plan_texts`.
+    """Return the plan of a prompt sent as token ids to the completions endpoint; see :func:`plan_texts`.
 
-    ``is_prefill``: the request that it is for follows, and ``expected_uses`` of them where a forecast says how many.
+    ``is_prefill``: the prefill precedes its request, or the ``expected_uses`` requests of a forecast.
 
     Raises:
         PromptTooLongError: the prompt does not fit into ``max_model_len`` tokens.
-        ConfigError: ``chunk_reuse`` or ``expected_uses`` hold what cannot be.
+        ConfigError: an invalid ``chunk_reuse`` or ``expected_uses``.
     """
     check_prompt_fits(len(prompt.token_ids), max_model_len)
     return plan_tokens(
@@ -280,7 +280,7 @@ class RememberedSearch:
 
 
 class RememberedDocuments:
-    """The documents that retrievers returned lately, least recently seen first; bounded and thread-safe.
+    """The recently retrieved documents, least recently seen first. Bounded and thread-safe.
 
     An ordinary LCEL chain passes its model nothing but text: the documents in a prompt are recognised by their text.
     """
@@ -300,7 +300,7 @@ class RememberedDocuments:
         query: str | None = None,
         retriever: str | None = None,
     ) -> None:
-        """Remember the result of a search for ``query`` and how prompts show it.
+        """Record the result of a search for ``query``, and its texts in prompts.
 
         ``shown`` returns the text of a document in prompts, by default its text; ``retriever`` is a name for messages.
         """
@@ -316,17 +316,17 @@ class RememberedDocuments:
                 self._shown.popitem(last=False)
 
     def shown(self) -> list[tuple[DocId, str]]:
-        """Return (id, text as shown), the most recently seen first."""
+        """Return (id, text), the most recently seen first."""
         with self._lock:
             return list(reversed(self._shown))
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Delete all entries."""
         with self._lock:
             self._searches.clear()
             self._shown.clear()
 
     def searches(self) -> list[RememberedSearch]:
-        """Return what the last searches found, the newest first."""
+        """Return the results of the last searches, the newest first."""
         with self._lock:
             return list(reversed(self._searches))

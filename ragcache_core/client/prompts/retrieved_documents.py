@@ -1,4 +1,4 @@
-"""What any retriever of the process returned, and a hint where prompts show none of it."""
+"""The documents that retrievers of this process returned, and a hint if prompts show none of them."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ RETRIEVED = RememberedDocuments()
 
 
 class DocumentHint:
-    """Warns once, where no long prompt shows a known document, and says how documents become known.
+    """Warns once if no long prompt shows a known document, and explains how documents become known.
 
     Once some were known, only prompts that follow a search count: they may show what it found in other words.
     """
 
     def __init__(self, cure: str) -> None:
-        """``cure`` are the framework's own ways."""
+        """Take ``cure``: the hints of the framework."""
         self._cure = cure
         self._num_long_prompts = 0
         self._is_settled = self._is_reported = False
         self._search: RememberedSearch | None = None
 
     def observe(self, plan: RequestPlan) -> None:
-        """Look at a request; one that may only be about to search says nothing."""
+        """Inspect a request; requests that may only prepare a search are ignored."""
         if self._is_reported or plan.tool_chat is not None:
             return
         before, self._search = self._search, next(iter(RETRIEVED.searches()), None)

@@ -1,4 +1,4 @@
-"""A server's tokenizer and chat template, asked over HTTP: nothing is rendered or tokenised in the client.
+"""A server's tokenizer and chat template over HTTP; the client tokenises nothing.
 
 ::
 
@@ -31,23 +31,22 @@ _OF_TOKENIZE = (
 """Fields of a request on which its prompt depends, and which ``/tokenize`` has as well."""
 _NOT_OF_TOKENIZE = ("functions", "truncate_prompt_tokens")
 _MAX_KEPT = 16
-"""Chats whose tokens are kept: a request that is planned again is the same."""
+"""Number of chats with cached tokens, for requests that are planned again."""
 _TIMEOUT_S = 30.0
 
 
 class ServerTokenizer:
-    """A :class:`~ragcache_core.prompt.PromptTokenizer` that asks one server. May be used by any thread; it blocks.
+    """A :class:`~ragcache_core.prompt.PromptTokenizer` that calls one server. Thread-safe; blocks.
 
     Args:
-        api: asks the server.
+        api: the server's API client.
         model: the served model.
 
     Attributes:
-        control_tokens: what begins and ends messages, and is broken up in documents, where it must not. An empty set
-            leaves documents as they are.
-        finds_documents: whether the server finds documents by their texts in prompts that it lays out.
-        names_documents: whether it does so in requests. If not, their documents are found before, with one question.
-        identity: names the tokenizer and the chat template; ``None`` for a server without RAGCache.
+        control_tokens: tokens that begin and end messages, which are split up in documents; empty for none.
+        finds_documents: whether the server finds documents by text in prompts that it lays out.
+        names_documents: whether it also does so in requests; if not, one call before the request finds them.
+        identity: identity of tokenizer and chat template; ``None`` for a server without RAGCache.
     """
 
     def __init__(self, api: ServerAPI, model: str) -> None:
@@ -60,7 +59,7 @@ class ServerTokenizer:
         self._lock = Lock()
 
     def connect(self) -> None:
-        """Ask the server about its tokenizer.
+        """Read the server's tokenizer settings.
 
         Raises:
             EngineError: it cannot be asked.
@@ -79,7 +78,7 @@ class ServerTokenizer:
         """Return the token ids of ``text``.
 
         Raises:
-            TokenizerUnavailableError: the server does not tell them. EngineError: it cannot be asked.
+            TokenizerUnavailableError: the server does not report tokens. EngineError: it does not answer.
         """
         return TokenizedText(self._tokenized({"prompt": text, "add_special_tokens": add_special_tokens}))
 
@@ -91,13 +90,14 @@ class ServerTokenizer:
         other: Sequence[ChatMessage] | None = None,
         settings: Mapping[str, Any] | None = None,
     ) -> RenderedPrompt:
-        """Return a chat as token ids, with the spans of ``documents``, which are in its order.
+        """Return a chat as token ids, with the spans of ``documents`` in its order.
 
-        A server without RAGCache tells no spans. With ``other`` messages, return the common beginning of both prompts.
+        A server without RAGCache reports no spans. With ``other`` messages, return the common beginning of both
+        prompts.
 
         Raises:
             PromptError: the server cannot make a prompt of the messages.
-            TokenizerUnavailableError: it does not tell the tokens. EngineError: it cannot be asked.
+            TokenizerUnavailableError: it does not report the tokens. EngineError: it does not answer.
         """
         body: dict[str, Any] = {**fields_of(settings or {}), "messages": list(messages)}
         if not self.finds_documents:
@@ -127,7 +127,7 @@ class ServerTokenizer:
 
 
 def fields_of(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of ``/tokenize`` that say how a request with these ``settings`` is rendered.
+    """Return the fields of ``/tokenize`` for a request with these ``settings``.
 
     Args:
         settings: the fields of the request besides its messages, with vLLM's own in ``extra_body``.
@@ -136,7 +136,7 @@ def fields_of(settings: Mapping[str, Any]) -> dict[str, Any]:
     fields = {name: given[name] for name in _OF_TOKENIZE if given.get(name) is not None}
     variables = fields.get("chat_template_kwargs") or {}
     if (effort := given.get("reasoning_effort")) is not None and isinstance(variables, Mapping):
-        # As the server does: models that think only if told to are told by the effort, too.
+        # As the server does: reasoning effort also enables optional thinking.
         variables = {"enable_thinking": effort != "none", **variables, "reasoning_effort": effort}
     if given.get("documents") is not None and isinstance(variables, Mapping):
         variables = {**variables, "documents": given["documents"]}
@@ -144,7 +144,7 @@ def fields_of(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def can_use_tokenize_route(settings: Mapping[str, Any]) -> bool:
-    """Return whether ``/tokenize`` knows all that the prompt of a request with these ``settings`` depends on."""
+    """Return whether ``/tokenize`` supports all ``settings`` that change the prompt of a request."""
     given = {**settings, **(settings.get("extra_body") or {})}
     if any(given.get(name) is not None for name in _NOT_OF_TOKENIZE):
         return False
@@ -156,7 +156,9 @@ def _read(answer: httpx.Response) -> tuple[tuple[int, ...], tuple[PromptSegment,
         case {"token_ids": [*token_ids], "documents": [*documents]}:
             segments = [PromptSegment(SegmentKind.DOCUMENT, d["start"], d["end"], d["id"]) for d in documents]
             return tuple(token_ids), tile(segments, len(token_ids))
-    raise TokenizerUnavailableError("the server does not tell the tokens of a prompt: install the same release there")
+    raise TokenizerUnavailableError(
+        "the server does not report the tokens of a prompt: install the same release of ragcache on the server"
+    )
 
 
 def _read_tokens(answer: httpx.Response) -> tuple[int, ...]:
@@ -164,13 +166,13 @@ def _read_tokens(answer: httpx.Response) -> tuple[int, ...]:
         case {"tokens": [*tokens]}:
             return tuple(tokens)
     raise TokenizerUnavailableError(
-        f"the server does not tell the tokens of a prompt (status {answer.status_code} of /tokenize): use vLLM's own "
+        f"the server does not report the tokens of a prompt (status {answer.status_code} of /tokenize): use vLLM's own "
         "server, or send the messages or the text instead of their tokens"
     )
 
 
 def _accepted(answer: httpx.Response) -> dict[str, Any] | None:
-    """Return the object that a route answers.
+    """Return the object in a route's response.
 
     Raises:
         PromptError: the server cannot make the prompt.

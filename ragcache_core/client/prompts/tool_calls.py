@@ -1,4 +1,4 @@
-"""An agent's next prompt while its tool still runs: all that was said, and the tool's result as far as it is known."""
+"""An agent's next prompt while its tool still runs: the chat so far, and the partial result."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ _USUAL = LearnedLayout(
     question_start=0,
     after=(),
 )
-"""How the retriever tools of LangChain and LlamaIndex show documents, unless they are told otherwise."""
+"""Default document formats of LangChain's and LlamaIndex's retriever tools."""
 
 
 class ToolCalls:
-    """The tool calls of models that wait for a result, and how results of each tool look. Thread-safe."""
+    """The tool calls that wait for a result, and how each tool shows its results. Thread-safe."""
 
     def __init__(self, tokenizer: PromptTokenizer, scopes: KVScopes, *, max_model_len: int) -> None:
-        """Know of none."""
+        """Start without tool calls."""
         self._tokenizer = tokenizer
         self._scopes = scopes
         self._max_model_len = max_model_len
@@ -47,7 +47,7 @@ class ToolCalls:
         self._tools: OrderedDict[str, _Tool] = OrderedDict()
 
     def add(self, tool_chat: ChatWithTools, answer: ChatMessage) -> None:
-        """Record that a model answered a chat with the calls of ``answer``, a message as it will be sent back."""
+        """Record the tool calls of ``answer``, a message as it will be sent back."""
         ids: tuple[str, ...] = ()
         for call_id, name, arguments in _calls_of(answer):
             ids, tool = (*ids, call_id), self._tool_of(name)
@@ -64,7 +64,7 @@ class ToolCalls:
                 _put(self._waiting, call_id, _ParsedCall(tool, _texts_in(arguments), prompt), _MAX_CALLS)
 
     def observe(self, messages: Sequence[ChatMessage], searches: Sequence[RememberedSearch]) -> None:
-        """Learn from a chat that ends in results how each tool shows what ``searches`` found; they wait no longer."""
+        """Learn from a chat that ends in tool results how each tool shows the documents of ``searches``."""
         for message in reversed(messages):
             if message.get("role") != "tool":
                 break
@@ -75,7 +75,7 @@ class ToolCalls:
                 call.tool.observe(shown, [search for search in searches if call.asks(search.query or "")])
 
     def prompt_for(self, query: str, default: BoundPrompt | None) -> BoundPrompt | None:
-        """Return the next prompt of the agent whose tool searches ``query``, the newest one; ``default`` else.
+        """Return the next prompt of the newest agent whose tool searches ``query``; else ``default``.
 
         That also goes before the prompt of a tool whose results have not been seen yet, unless the KV of the two is
         separate: then it is not known which of them will show the documents, and there is none.
@@ -95,13 +95,13 @@ class ToolCalls:
 
 @dataclass(slots=True)
 class _Tool:
-    """How a tool shows what it found; ``shows_documents`` is ``None`` while that is not known."""
+    """How a tool shows its documents; ``shows_documents`` is ``None`` while unknown."""
 
     learner: LayoutLearner
     shows_documents: bool | None = None
 
     def observe(self, result: ChatMessage, searches: Sequence[RememberedSearch]) -> None:
-        """Learn from a result of ``searches``: what a query engine made of them shows none of their documents."""
+        """Learn from a result of ``searches``; the answer of a query engine shows no documents."""
         self.learner.observe([result], searches, is_prefilled=False)
         if self.learner.layout is not None:
             self.shows_documents = True
@@ -111,21 +111,21 @@ class _Tool:
 
 @dataclass(frozen=True, slots=True)
 class _ParsedCall:
-    """A call that waits for its result: the texts among its arguments, and the prompt that will show the result."""
+    """A call that waits for its result: the texts in its arguments, and the prompt that will show the result."""
 
     tool: _Tool
     texts: tuple[str, ...]
     prompt: BoundPrompt
 
     def asks(self, query: str) -> bool:
-        """Return whether the tool searches ``query`` for it: LlamaIndex's own puts an argument's name before it."""
+        """Return whether the call searches ``query``; LlamaIndex puts an argument's name before it."""
         query = _squeezed(query)
         return any(query == text or query.endswith(f" is {text}") for text in self.texts)
 
 
 @dataclass(frozen=True, slots=True)
 class _NextPrompt:
-    """What an agent asks when the last call of ``answer`` here has a result; of those before it none is known."""
+    """The agent's next prompt, when the last call of ``answer`` here has a result and earlier ones do not."""
 
     tool_chat: ChatWithTools
     answer: ChatMessage
@@ -133,7 +133,7 @@ class _NextPrompt:
     layout: LearnedLayout
 
     def drafts(self, shown_documents: Sequence[Any], documents: Sequence[Document]) -> Drafts:
-        """Return the messages about these documents, twice."""
+        """Return the messages about these documents, for two different questions."""
         *earlier, own = self.call_ids
         one, other = (
             [
@@ -147,12 +147,12 @@ class _NextPrompt:
         return one, other
 
     def texts(self, documents: Sequence[Document]) -> list[tuple[DocId, str]]:
-        """Return the documents as the messages show them, those that the chat showed already among them."""
+        """Return the documents' texts in the messages, including those shown earlier in the chat."""
         return [*self.tool_chat.documents, *self.layout.texts(documents)]
 
 
 def _calls_of(answer: ChatMessage) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
-    """Yield id, name and arguments of a message's tool calls; what a model wrote that is none has no arguments."""
+    """Yield id, name and arguments of a message's tool calls; invalid calls have no arguments."""
     for call in answer.get("tool_calls") or ():
         match call:
             case {"id": str(call_id), "function": {"name": str(name), "arguments": arguments}}:
@@ -168,7 +168,7 @@ def _texts_in(arguments: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _squeezed(text: str) -> str:
-    """Return a text with single spaces: models put white space around what they search for."""
+    """Return a text with single spaces, as models add white space to queries."""
     return " ".join(text.split())
 
 

@@ -24,7 +24,7 @@ _OPTIONS_CURES: Mapping[str, str] = {
 _ROUTER = "ragcache_core.client.ray_serve.router.DocumentRouter"
 _TIMEOUT_S = 60.0
 _REPLICA: Mapping[str, Any] = {
-    "max_ongoing_requests": 1000,  # vLLM has the queue, which knows what is cached
+    "max_ongoing_requests": 1000,  # requests queue in vLLM, whose queue is cache-aware
     "health_check_period_s": 2.0,
     "health_check_timeout_s": 30.0,
     "graceful_shutdown_timeout_s": 60.0,
@@ -52,21 +52,22 @@ def ragcache_deployment(
         engine = Engine.connect("http://127.0.0.1:8000", api_key=KEY)
 
     Each replica owns an engine's server. A request goes to the replica that has its documents, as in a
-    :class:`~ragcache_core.client.fleet.fleet.Fleet`; another one answers what one that fails had not begun to.
+    :class:`~ragcache_core.client.fleet.fleet.Fleet`. If that fails before its answer begins, another one answers.
 
     Args:
         model: a folder in Hugging Face format that every node has, or a name of the hub.
-        api_key: the key that all replicas ask for; by default that of ``RAGCACHE_API_KEY``.
-        num_replicas: how many; by default one, if they do not follow the load; "auto" has them follow it as Serve does.
-        autoscaling_config: Serve's, by which their number follows the load.
-        cache: what each replica keeps. On disk each has a folder of its own in ``directory``.
-        replica_options: options of a deployment of Serve for the replicas: ``ray_actor_options``, which says how many
-            GPUs each has, ``max_ongoing_requests``, ``health_check_period_s`` and the like.
-        front_options: the same for the ingress before them; more than one may run.
-        **engine_settings: those of ``Engine.launch``, and vLLM's: ``max_model_len=8192``.
+        api_key: API key of all replicas; by default ``RAGCACHE_API_KEY``.
+        num_replicas: number of replicas, by default one without ``autoscaling_config``; "auto" for Serve's autoscaling.
+        autoscaling_config: Serve's autoscaling settings.
+        cache: cache settings of each replica, which has its own folder in ``directory``.
+        replica_options: Serve's deployment options of the replicas: ``ray_actor_options`` with the GPUs of each,
+            ``max_ongoing_requests``, ``health_check_period_s`` and others.
+        front_options: the same for the ingress; more than one may run.
+        **engine_settings: settings of ``Engine.launch``, and vLLM's, such as ``max_model_len=8192``.
 
     Raises:
-        ConfigError: Ray Serve is not installed, there is no key, no replica, or a setting that Serve has.
+        ConfigError: Ray Serve is not installed, the key is missing, ``num_replicas`` is invalid, or a setting belongs
+            to Serve.
     """
     api_key = api_key or os.environ.get(API_KEY_ENV)
     if not api_key:
@@ -105,7 +106,7 @@ def ragcache_deployment(
 
 
 def build(args: dict[str, Any]) -> Any:
-    """Return :func:`ragcache_deployment` of a file of Serve's, whose ``args`` these are.
+    """Return :func:`ragcache_deployment` with ``args`` from a Ray Serve configuration file.
 
     ``cache`` is a table of settings.
     """
@@ -120,7 +121,7 @@ def _check_options(which: str, options: Mapping[str, Any] | None, refused: Itera
 
 
 def _key_digests(api_key: str, cache: CacheConfig | VLLMOffload | None) -> list[bytes]:
-    """Return the hashes of all keys that the engines know.
+    """Return the hashes of all keys of the engines.
 
     Raises:
         ConfigError: the file of tenants cannot be used.

@@ -1,4 +1,4 @@
-"""One replica on Ray Serve: it owns an engine's server on its node, hands requests to it, and ends it."""
+"""One replica on Ray Serve: it launches an engine's server on its node, forwards requests to it, and stops it."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=0)
 
 
 class EngineReplica:
-    """An engine as Ray Serve asks it; it ends with this."""
+    """An engine as a Ray Serve replica; the engine stops with it."""
 
     def __init__(self, engine: Engine, name: str) -> None:
-        """``name`` is Serve's for this replica."""
+        """Take ``name``, Ray Serve's name of this replica."""
         self._name = name
         self._engine = engine
         self._root = httpx.URL(engine.base_url.removesuffix("/v1"))
@@ -34,7 +34,7 @@ class EngineReplica:
         self._http = httpx.AsyncClient(transport=httpx.AsyncHTTPTransport(limits=_LIMITS), timeout=None)  # noqa: S113
 
     def record_replica_metadata(self) -> dict[str, Any]:
-        """Return what those that ask know of this replica: its server and the key, and what must be the same in all."""
+        """Return the metadata of this replica: server address, key, and the settings that all replicas must share."""
         return {
             "url": self._engine.base_url,
             "api_key": self._engine.api_key,
@@ -89,14 +89,16 @@ class EngineReplica:
         return self._name, head, b"".join(part for part in parts if isinstance(part, bytes))
 
     async def check_health(self) -> None:
-        """Raise unless the engine makes progress: Serve then starts another replica in the place of this one."""
+        """Raise unless the engine makes progress: Ray Serve then replaces this replica."""
         self._engine.num_restarts()
         try:
             answer = await self._http.get(self._root.copy_with(path="/health"), timeout=_HEALTH_TIMEOUT_S)
         except httpx.HTTPError as error:
-            raise EngineError(f"replica {self._name} does not say how it is: {type(error).__name__} {error}") from None
+            raise EngineError(
+                f"the health of replica {self._name} is unknown: {type(error).__name__} {error}"
+            ) from None
         if answer.status_code != httpx.codes.OK:
-            raise EngineError(f"replica {self._name} is not well: {answer.status_code} {answer.text:.400}")
+            raise EngineError(f"replica {self._name} is unhealthy: {answer.status_code} {answer.text:.400}")
 
     def __del__(self) -> None:
         if (engine := getattr(self, "_engine", None)) is not None:
@@ -104,13 +106,13 @@ class EngineReplica:
 
 
 class LaunchedReplica(EngineReplica):
-    """What Ray Serve runs ``num_replicas`` times. Its server ends with it, also when it is killed.
+    """The deployment that Ray Serve runs ``num_replicas`` times. Its server ends with it, also when it is killed.
 
     The server listens on the node's address, so that the processes that ask follow what it has cached.
     """
 
     def __init__(self, model: str, settings: Mapping[str, Any]) -> None:
-        """Start the server; ``settings`` are those of ``Engine.launch``.
+        """Start the server; ``settings`` are the arguments of ``Engine.launch``.
 
         Raises:
             EngineStartError, ConfigError: it cannot start; Serve tries again, and then says so.
@@ -127,7 +129,7 @@ class LaunchedReplica(EngineReplica):
 
 
 def own_settings(settings: Mapping[str, Any], rank: int) -> dict[str, Any]:
-    """Return settings whose disk and log no other replica on the same machine has, but the next one of this number."""
+    """Return settings with a disk folder and log that no other replica on this machine uses."""
     name, log = f"replica-{rank}", settings.get("log_path")
     log_path = own_log(None if log is None else Path(log), name)
     return {**settings, "cache": own_folder(settings.get("cache"), name), "log_path": log_path}

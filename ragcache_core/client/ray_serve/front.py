@@ -1,4 +1,4 @@
-"""The ingress of replicas on Ray Serve: it takes HTTP requests, and has Serve's router send each to a replica."""
+"""The ingress of replicas on Ray Serve: it takes HTTP requests, and Serve's router sends each to a replica."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ from ragcache_core.stats import ForgetReceipt, merged_report
 from ragcache_core.wire import REPLICA_HEADER, REQUEST_ROUTE, SPECULATION_ROUTE, max_body_bytes
 
 Bodies = Mapping[str, bytes]
-"""What replicas answered, by their names."""
+"""Responses of replicas by name."""
 _RECEIPT = TypeAdapter(ForgetReceipt)
 _OF_ONE = re.compile(r"/v1/ragcache/(cache|cache/gc|drain|documents/(show|pin|unpin|prefetch))")
 _MAX_PLACES = 8192
 _MAX_LOST = 3
-"""Replicas that may lose the same request before its first token: it may be what they die of."""
+"""Maximum number of replicas that may fail during one request, which may be the cause."""
 _PAUSE_S = 0.2
 _PROBES = ("/health", "/ready")
 _PROBE_S = 4.0
 """Seconds that a probe waits for a replica: after more, its sender takes the engine for one that hangs."""
 _UNAVAILABLE = 503
 _WITHOUT_KEY = ("GET", "HEAD", "OPTIONS")
-"""Methods for which the engine itself decides what needs no key: health and metrics."""
+"""Methods for which the engine checks the key: health and metrics need none."""
 _MAX_BODY_BYTES = max_body_bytes(1 << 20, takes_files=True)
 """More than any engine's door takes: each knows its own limit, and says which."""
 logger = logger_of(__name__)
@@ -64,7 +64,7 @@ def _most_read(bodies: Bodies) -> bytes:
 
 
 def _metrics(bodies: Bodies) -> bytes:
-    """Return pages of Prometheus as one, each sample with its replica's name."""
+    """Return several Prometheus pages as one, each sample with its replica's name."""
     families: dict[str, Metric] = {}
     for name, body in bodies.items():
         for family in text_string_to_metric_families(body.decode()):
@@ -75,7 +75,7 @@ def _metrics(bodies: Bodies) -> bytes:
 
 
 def _paths(bodies: Bodies) -> bytes:
-    """Return what replicas have cached side by side, as one server's several engines do."""
+    """Return the cached prefixes of all replicas, in the format of one server with several engines."""
     replies: dict[str, dict[str, Any]] = {name: json.loads(bodies[name]) for name in sorted(bodies)}
     whole = {
         "version": PATHS_VERSION,
@@ -96,16 +96,16 @@ MERGED: Mapping[tuple[str, str], Callable[[Bodies], bytes]] = {
     ("POST", "/v1/ragcache/cache/purge"): _receipt,
     ("POST", "/v1/ragcache/prefetch"): _most_read,
 }
-"""Routes that every replica answers, and what one answer is made of theirs."""
+"""Routes that all replicas answer, and how their responses are merged."""
 
 
 def cursors_of(cursor: str) -> dict[str, str]:
-    """Return where the mirror of each replica goes on, of the cursor that :data:`PATHS_ROUTE` was answered with."""
+    """Return the cursor of each replica in a cursor of :data:`PATHS_ROUTE`."""
     return dict(each.split("~", 1) for each in cursor.split(",") if "~" in each)
 
 
 class Front:
-    """An ingress deployment. What no replica has begun to answer is sent to another, as long as its patience lasts.
+    """The ingress deployment. It resends a request that no replica has begun to answer, up to its time limit.
 
     A speculation, its confirmation, its end and a request's figures reach the replica that has them; if another front
     sent that request, all are asked. Figures and what is forgotten are those of all replicas together.
@@ -114,7 +114,7 @@ class Front:
     """
 
     def __init__(self, replicas: Any, retry_timeout_s: float, keys: Sequence[bytes]) -> None:
-        """``replicas`` is Serve's handle of the deployment of :class:`EngineReplica`, ``keys`` are hashes of theirs."""
+        """Take ``replicas``, Serve's handle of :class:`EngineReplica`, and ``keys``, the hashes of their keys."""
         self._replicas = replicas
         self._retry_timeout_s = retry_timeout_s
         self._keys = tuple(keys)
@@ -182,7 +182,7 @@ class Front:
                 ask = ask.again()
 
     async def _begin(self, ask: ReplicaRequest) -> Response:
-        """Return the answer when its first bytes are there.
+        """Return the response after its first bytes.
 
         Raises:
             _UnansweredError: this replica gives none.
@@ -192,7 +192,7 @@ class Front:
             try:
                 status, headers = await anext(parts)
                 first = await anext(parts, b"")
-            except Exception as error:  # Serve's and Ray's own: the replica is gone, or has lost its server
+            except Exception as error:  # errors of Serve and Ray: the replica is gone, or its server is
                 raise _UnansweredError(f"{type(error).__name__}: {error!s:.200}", ask.sent_to is not None) from error
             if status in (BAD_GATEWAY, _UNAVAILABLE) or engine_died(httpx.Response(status, headers=headers), first):
                 raise _UnansweredError(f"status {status} {first[:200]!r}", status not in (BAD_GATEWAY, _UNAVAILABLE))
@@ -230,7 +230,7 @@ class Front:
         )
 
     async def _of_first(self, ask: ReplicaRequest) -> Response:
-        """Return the answer of the replica that knows what another front has asked one of them."""
+        """Return the response of the one replica that knows a request which another ingress sent."""
         answers, failed = await self._call_all(ask)
         if not answers:
             return _unavailable(str(failed))
@@ -240,7 +240,7 @@ class Front:
     async def _call_all(
         self, ask: ReplicaRequest, *, from_start: bool = False
     ) -> tuple[dict[str, tuple[Head, bytes]], list[Any]]:
-        """Return what each replica answers, by its name, and how others failed."""
+        """Return each replica's response by name, and the failures of others."""
         is_about_paths = ask.path.partition("?")[0] == PATHS_ROUTE
         cursors = ({} if from_start else _cursors(ask)) if is_about_paths else None
         calls = self._replicas.broadcast("send_whole", ask, cursors)
@@ -253,7 +253,7 @@ class Front:
 
 
 class _Passed(StreamingResponse):
-    """A replica's answer, passed on as it arrives. Whatever becomes of it, its replica is told."""
+    """A replica's response, forwarded as it arrives. The router learns how it ends."""
 
     def __init__(self, ask: ReplicaRequest, head: Head, first: bytes, parts: Any) -> None:
         status, headers = head
@@ -276,7 +276,7 @@ class _Passed(StreamingResponse):
 
 
 class _UnansweredError(Exception):
-    """A replica does not answer a request; ``was_begun`` is false where it certainly did not get it."""
+    """A replica does not answer a request; ``was_begun`` is false if it certainly did not receive it."""
 
     def __init__(self, why: str, was_begun: bool) -> None:
         super().__init__(why)
@@ -284,7 +284,7 @@ class _UnansweredError(Exception):
 
 
 def _path(request: Request) -> str | None:
-    """Return the path below the application's prefix, as it was typed, with its query; ``None`` if it is not below."""
+    """Return the path below the application's prefix with its query; ``None`` if it is not below."""
     typed = request.scope.get("raw_path") or request.scope["path"].encode()
     path = typed.decode("ascii").partition("?")[0].removeprefix(request.scope.get("root_path", ""))
     if not path.startswith("/"):  # "%2F" is a slash to the proxy that chose the application, and none in an address
@@ -293,7 +293,7 @@ def _path(request: Request) -> str | None:
 
 
 async def _body(request: Request) -> bytes | None:
-    """Return a request's body; ``None`` if it is too large, without the rest of it."""
+    """Return a request's body; ``None`` if it is too large."""
     length = request.headers.get("content-length", "")
     if length.isdecimal() and int(length[:19]) > _MAX_BODY_BYTES:
         return None
@@ -306,7 +306,7 @@ async def _body(request: Request) -> bytes | None:
 
 
 def _ignorance(answer: tuple[Head, bytes]) -> tuple[int, bool]:
-    """Return how little an answer says: of a speculation that a replica has not, it says that it has not waited yet."""
+    """Return how little a response knows, as a sort key: a replica without the speculation reports no wait."""
     (status, _), body = answer
     return status, b'"waited_s":null' in body.replace(b" ", b"")
 
@@ -320,5 +320,5 @@ def _refused(status: int, why: str) -> Response:
 
 
 def _unavailable(why: str) -> Response:
-    """Return an answer as a proxy's whose servers are gone, after which clients send a request again."""
+    """Return the response of a proxy whose servers are away, after which clients retry."""
     return PlainTextResponse(f"no replica answers: {why:.400}", _UNAVAILABLE, {"Retry-After": "2"})

@@ -1,4 +1,4 @@
-"""Requests to replicas, what is known of the replicas, and which of them gets a request."""
+"""Requests to Ray Serve replicas, the replicas' state, and the choice of a replica."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ logger = logger_of(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Count:
-    """Tells the chooser of a replica what becomes of a request. May be called by any thread."""
+    """Reports the progress of a request to the router. Thread-safe."""
 
     failed: Callable[[], None]
     answered: Callable[[], None]
@@ -40,7 +40,7 @@ class Count:
 
 @dataclass(eq=False, slots=True)
 class ReplicaRequest:
-    """One try of a request. Who sends it and who chooses are in one process; the replica gets four attributes alone.
+    """One attempt of a request. Sender and router share a process; the replica gets only four attributes.
 
     Attributes:
         path: with its query, as it came.
@@ -68,14 +68,14 @@ class ReplicaRequest:
         return ReplicaRequest, (self.method, self.path, self.headers, self.body)
 
     def again(self) -> ReplicaRequest:
-        """Return the next try, after this one failed."""
+        """Return the next attempt, after this one failed."""
         tried = self.tried if self.sent_to is None else self.tried | {self.sent_to}
         return ReplicaRequest(
             self.method, self.path, self.headers, self.body, self.prompt, self.replica, tried, self.on_chosen
         )
 
     def begin(self, name: str, count: Count | None) -> None:
-        """Record the replica that gets it, in the place of the one chosen before."""
+        """Record the replica that gets the request, instead of the one chosen before."""
         with self._lock:
             self.sent_to = name
             before, self._count = self._count, count
@@ -87,17 +87,17 @@ class ReplicaRequest:
             self.on_chosen(name)
 
     def failed(self) -> None:
-        """Note that its replica does not answer it, and may not answer others for a while."""
+        """Record that the replica does not answer, and may not answer other requests for a while."""
         if self._count is not None:
             self._count.failed()
 
     def answered(self) -> None:
-        """Note that its answer has begun."""
+        """Record that the answer has begun."""
         if self._count is not None:
             self._count.answered()
 
     def end(self) -> None:
-        """Note that it is over, answered or not. May be called again."""
+        """Record the end of the request, answered or not. Idempotent."""
         with self._lock:
             count = None if self._is_over else self._count
             self._is_over = True
@@ -115,17 +115,17 @@ class _Replica:
 
 
 class ReplicaStates:
-    """Follows what each replica has cached, and counts what is sent to it from here. May be used by any thread."""
+    """Tracks what each replica has cached, and the requests sent to it from here. Thread-safe."""
 
     def __init__(self, follow: Callable[[str, str], CachedPrefixes] = CachedPrefixes) -> None:
-        """``follow`` makes the mirror of a server, of its address, which ends in ``/v1``, and its key."""
+        """Take ``follow``, which makes the cache index of a server from its address (ending in ``/v1``) and key."""
         self._follow = follow
         self._lock = threading.Lock()
         self._index = PathIndex()
         self._all: dict[str, _Replica] = {}
 
     def update(self, reports: Mapping[str, Mapping[str, Any]]) -> None:
-        """Know the replicas that are there now, by name: their ``url`` and ``api_key``, and what each ``serves``.
+        """Set the present replicas by name, with ``url``, ``api_key`` and what each ``serves``.
 
         One that serves something else than the oldest is asked nothing.
         """
@@ -134,7 +134,7 @@ class ReplicaStates:
             for replica in gone:
                 deque(self._index.leave(replica.load.expected), 0)
             new = [name for name in reports if name not in self._all]
-        for replica in gone:  # the end of a mirror waits for its thread
+        for replica in gone:  # closing an index waits for its thread
             threading.Thread(target=replica.mirror.close, name="ragcache-mirror-end", daemon=True).start()
         for name in new:
             url, serves = reports[name]["url"], reports[name]["serves"]
@@ -156,7 +156,7 @@ class ReplicaStates:
                 )
 
     def choose(self, names: Sequence[str], ask: ReplicaRequest) -> list[str]:
-        """Return the replica that gets a request, of ``names``, then those that may if it is full; none where none may.
+        """Return the replica of ``names`` for a request, then the alternatives if it is full; empty if there is none.
 
         It counts as the load of the first until it ends.
         """
@@ -181,7 +181,7 @@ class ReplicaStates:
         return [chosen.name, *(replica.name for replica in known if replica is not chosen)]
 
     def sent(self, name: str, ask: ReplicaRequest) -> None:
-        """Note that a request went to this replica, which is another one than was chosen if that one was full."""
+        """Record the replica that got a request; it differs from the chosen one if that was full."""
         if name == ask.sent_to:
             return
         count = None
@@ -203,7 +203,7 @@ class ReplicaStates:
                 replica.rests_until_s = time.monotonic() + _REST_S
 
     def _willing(self, names: Sequence[str], ask: ReplicaRequest) -> dict[str, _Replica]:
-        """Return those that may be able to answer; if none may, all that serve the same."""
+        """Return the replicas that may be able to answer; if there are none, all that serve the same model."""
         now_s = time.monotonic()
         with self._lock:
             serves = next((replica.serves for replica in self._all.values()), None)

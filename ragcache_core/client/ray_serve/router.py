@@ -1,4 +1,4 @@
-"""Ray Serve's router for replicas of an engine: who gets a request is chosen as in every fleet.
+"""Ray Serve's router for replicas of an engine, which chooses as a fleet does.
 
 Serve sends a copy of this module to the processes that ask: what they share with others is in modules that it imports.
 """
@@ -13,10 +13,10 @@ from ragcache_core.client.ray_serve.known_replicas import ReplicaRequest, Replic
 
 
 class DocumentRouter(RequestRouter):
-    """Sends a :class:`ReplicaRequest` to the replica that is worth most to it; if that is full, to another."""
+    """Sends a :class:`ReplicaRequest` to the replica with the highest score, or to the next if that is full."""
 
     def initialize_state(self, **kwargs: Any) -> None:
-        """Know no replicas yet. Replicas tell their key themselves: settings of a router are on Ray's dashboard."""
+        """Start without replicas. They report their keys themselves, as Ray's dashboard shows a router's settings."""
         self._known = ReplicaStates()
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:

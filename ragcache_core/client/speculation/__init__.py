@@ -1,1 +1,1 @@
-"""Requests that are sent before a search has ended, and joined by the real request when they match it."""
+"""Requests sent before a search has ended, whose answers the equal real request adopts."""

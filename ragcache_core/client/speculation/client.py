@@ -1,4 +1,4 @@
-"""Requests that are sent before a search has ended, while the engine's load allows them.
+"""Send speculative requests before a search has ended, if the engine's load allows it.
 
 ::
 
@@ -41,9 +41,9 @@ _TIMEOUT_S = 1.0
 _FRESH_S = 0.02
 """So long an answer serves every search of this process: many of them would otherwise ask a busy server at once."""
 _PAUSE_S = 10.0
-"""After a request that failed, none is sent for so long: the search goes on meanwhile."""
+"""Seconds without load requests after a failure."""
 _UNSUPPORTED_PAUSE_S = 60.0
-"""A server that takes no speculative requests may be replaced by one that does: it is asked again after so long."""
+"""Seconds until a server without speculation is checked again, as another may replace it."""
 _MAX_THREADS = 32
 _threads = DaemonThreadPool("ragcache-speculate", most=_MAX_THREADS)
 """Shared by all starts; some may be stuck."""
@@ -52,7 +52,7 @@ logger = logger_of(__name__)
 
 @dataclass(frozen=True, slots=True)
 class EngineLoad:
-    """How many real requests wait for their first token, and how many speculative ones the engine takes at a time.
+    """Number of real requests that wait for their first token, and of speculative ones that the engine admits.
 
     ``has_room``: whether the scheduler would admit a speculative one now, which it alone decides. ``reads_ahead``:
     whether it has a disk, from which it can read for a prompt ahead of its request.
@@ -73,7 +73,7 @@ class _Answer:
     reads_ahead: bool = False
 
     def load(self) -> EngineLoad:
-        """Return it as a load. An older engine does not say whether it admits one: its count decides."""
+        """Return the report as a load. Older engines report no admission; then their count decides."""
         has_room = self.num_pending_prefills < self.max_prefill_bs if self.has_room is None else self.has_room
         return EngineLoad(self.num_pending_prefills, self.max_prefill_bs, has_room, self.reads_ahead)
 
@@ -82,7 +82,7 @@ _ANSWER = TypeAdapter(_Answer)
 
 
 class LoadRoute:
-    """Asks one server about its load. May be used by any thread and any event loop."""
+    """Reads the load of one server. Thread-safe, for any event loop."""
 
     def __init__(self, api: ServerAPI) -> None:
         self._api = api
@@ -92,7 +92,7 @@ class LoadRoute:
         self._latest: tuple[float, EngineLoad | None] = (-_FRESH_S, None)
 
     async def amay_speculate(self) -> bool:
-        """Return whether the server takes speculative requests. Logs once why it does not. Never fails."""
+        """Return whether the server accepts speculative requests. Logs a reason once. Never raises."""
         if not self._may_speculate:
             await self.apending()
         return self._may_speculate is True
@@ -104,7 +104,7 @@ class LoadRoute:
         return self._may_speculate is True
 
     async def apending(self) -> EngineLoad | None:
-        """Return the engine's load; ``None`` if it does not say, or says that it never speculates. Never fails."""
+        """Return the engine's load; ``None`` if unknown, or if it never speculates. Never raises."""
         return await self._pending(is_blocking=False)
 
     async def _pending(self, *, is_blocking: bool) -> EngineLoad | None:
@@ -149,7 +149,7 @@ class LoadRoute:
 
 
 def _answer(response: httpx.Response) -> _Answer | None:
-    """Return what the route says; ``None`` where there is no such route, or another version's."""
+    """Return the response of the route; ``None`` if the server has none of this version."""
     try:
         return _ANSWER.validate_json(response.content) if response.status_code == 200 else None
     except ValidationError:
@@ -157,7 +157,7 @@ def _answer(response: httpx.Response) -> _Answer | None:
 
 
 class PreparedRequest:
-    """A request that was made ahead: sent as a speculation when it is called, or only read ahead."""
+    """A request prepared in advance: calling it sends it as a speculation; :meth:`prefetch` only reads its blocks."""
 
     def __init__(
         self,
@@ -166,7 +166,7 @@ class PreparedRequest:
         captured: CapturedRequest,
         tokens_of: Callable[[Mapping[str, Any]], Sequence[int] | None],
     ) -> None:
-        """``tokens_of`` returns the tokens of a request's body; ``None`` where they are not known."""
+        """Take ``tokens_of``, which returns the tokens of a request body; ``None`` if unknown."""
         self._start = start
         self._prefetching = prefetching
         self._captured = captured
@@ -176,7 +176,7 @@ class PreparedRequest:
         return self._start(self._captured)
 
     def prefetch(self) -> None:
-        """Have the engine read what it has on disk of the prompt.
+        """Read the prompt's blocks from disk into host memory.
 
         Raises:
             EngineError: the server cannot be asked, or refuses.
@@ -192,7 +192,7 @@ class PreparedRequest:
 
 
 class SpeculationClient:
-    """Sends one engine requests before they are certain."""
+    """Sends speculative requests to one engine."""
 
     def __init__(
         self,
@@ -206,9 +206,9 @@ class SpeculationClient:
         scopes: KVScopes,
         prompts: PromptClient,
     ) -> None:
-        """``speculations`` are those of the transports that send its requests.
+        """Take ``speculations``, those of the transports that send the engine's requests.
 
-        ``scopes`` says what separates the KV of the requests for which something is prefilled.
+        ``scopes`` are the KV scopes of the requests for which documents are prefilled.
         """
         self._scopes, self._prompts = scopes, prompts
         self._api = api
@@ -219,21 +219,21 @@ class SpeculationClient:
         self._prefetching = prefetching
 
     async def acan_speculate(self) -> bool:
-        """Return whether the engine takes speculative requests.
+        """Return whether the engine accepts speculative requests.
 
         It is asked once; a server without RAGCache's scheduler is named in one warning. Never fails.
         """
         return await self._load.amay_speculate()
 
     async def apending_prefills(self) -> EngineLoad | None:
-        """Return the prefills that wait in the engine, and whether one more fits; ``None`` if it does not say.
+        """Return the number of prefills that wait in the engine, and whether it admits one more; ``None`` if unknown.
 
         Never fails.
         """
         return await self._load.apending()
 
     def capture_request(self, call: Callable[[], object]) -> CapturedRequest:
-        """Return the request for a completion that ``call`` would send to this engine; it is not sent.
+        """Return the completion request that ``call`` would send to this engine, without sending it.
 
         ``call`` is the very code that will make the request later, with the engine's ``http_client()``; it
         ends where it would send that request. Its other requests are sent.
@@ -245,7 +245,7 @@ class SpeculationClient:
         return request_capture.capture_request(call, self._speculations)
 
     def prepare(self, call: Callable[[], object]) -> PreparedRequest:
-        """Return what sends the request of ``call`` as a speculation: a real one that is the same joins it.
+        """Return a callable that sends the request of ``call`` as a speculation, which an equal real request adopts.
 
         Ask :meth:`acan_speculate` before: plain vLLM would treat it as any other request.
 
@@ -259,16 +259,15 @@ class SpeculationClient:
     def prepare_prefill(
         self, bound: BoundPrompt, shown_documents: Sequence[Any], documents: Sequence[Document]
     ) -> PreparedRequest | None:
-        """Return what prefills the beginning of a prompt about documents, for the request that will show them.
+        """Return a callable that prefills the beginning of a prompt about documents.
 
         Args:
             bound: the prompt.
-            shown_documents: the documents as the framework's, for the user's own formatting.
+            shown_documents: the framework's documents, for the user's formatting.
             documents: the same documents.
 
         Returns:
-            ``None`` where nothing is known of the prompt that is worth a prefill, or where it is not known what
-            separates the KV of its requests.
+            ``None`` if too little of the prompt is known for a prefill, or the KV scope of its requests is unknown.
 
         Raises:
             PromptTooLongError: it does not fit into the context window.
@@ -288,12 +287,12 @@ class SpeculationClient:
         expected_uses: int = 0,
         chunk_reuse: Literal["store", False] = False,
     ) -> PreparedRequest:
-        """Return what has ``prompt`` prefilled while the engine is idle: later requests that begin with it find it.
+        """Return a callable that prefills ``prompt`` while the engine is idle, for later requests with this prefix.
 
-        ``has_documents`` says whether documents are in it; without any it hides nothing of the search for them. It is
-        computed exactly, since KV that was assembled from reused chunks serves no other request; with ``"store"`` its
-        documents are kept for others to reuse as well. The engine counts it neither as a request nor as a use of its
-        documents: with ``expected_uses`` they rank by those. Requests of its ``scope`` find it, and no others.
+        ``has_documents``: whether the prompt has documents; without any it overlaps nothing of their search. The
+        prefill is exact, as KV from chunk reuse serves no other request; with ``"store"`` its documents are also stored
+        for chunk reuse. The engine counts it neither as a request nor as an access of its documents, which rank by
+        ``expected_uses``. Only requests of its ``scope`` hit it.
 
         Raises:
             PromptTooLongError: it does not fit into the context window.
@@ -321,10 +320,10 @@ class SpeculationClient:
 
 
 class Speculator(Protocol):
-    """Knows what can be sent ahead. It is called in a thread: it may block for the milliseconds of tokenising."""
+    """Makes speculative requests. Called in a thread: it may block for the milliseconds of tokenisation."""
 
     def prepare(self, documents: Sequence[Document]) -> Callable[[], Speculation] | None:
-        """Make the request that follows from ``documents``, in the order of the prompt; return what sends it.
+        """Make the request for ``documents`` in prompt order, and return a callable that sends it.
 
         ``None`` if nothing can be sent.
         """
@@ -332,7 +331,7 @@ class Speculator(Protocol):
 
 
 class StartedSpeculation:
-    """One start: in a thread first, then in the engine.
+    """One speculative request: made in a thread, then sent to the engine.
 
     Attributes:
         number: which start of its search it is, once it may be sent.
@@ -340,7 +339,7 @@ class StartedSpeculation:
     """
 
     def __init__(self, speculator: Speculator, documents: tuple[Document, ...]) -> None:
-        """Have a thread make its request, in a copy of the caller's context; :meth:`send` lets it go."""
+        """Start a thread that makes the request, in a copy of the caller's context; :meth:`send` sends it."""
         self.number = self.stage = -1
         self.documents = documents
         self.is_announced = False
@@ -360,52 +359,52 @@ class StartedSpeculation:
             )
 
     def send(self, *, number: int, stage: int) -> None:
-        """Send it as soon as it is made."""
+        """Send the request as soon as it is made."""
         self.number, self.stage = number, stage
         self._sendable_s, self._may_send = time.perf_counter(), True
         self._decided.set()
 
     def prefetch(self) -> None:
-        """Do not send it: only have the engine read what it has on disk of it, as soon as it is made."""
+        """Do not send the request; only read its blocks from disk as soon as it is made."""
         self._may_prefetch = True
         self._decided.set()
 
     @property
     def is_sent(self) -> bool:
-        """Whether the thread has sent it, or failed to."""
+        """Whether the thread has sent the request, or failed."""
         return self._future.done() and not self._future.cancelled()
 
     @property
     def speculation(self) -> Speculation | None:
-        """What was sent, if it was."""
+        """The sent speculation; ``None`` before."""
         outcome = self._outcome()
         return None if isinstance(outcome, BaseException) else outcome
 
     @property
     def is_alive(self) -> bool:
-        """Whether it was sent, and neither failed nor was cancelled."""
+        """Whether the request was sent, and neither failed nor was cancelled."""
         speculation = self.speculation
         return speculation is not None and not (speculation.is_failed or speculation.is_cancelled)
 
     @property
     def error(self) -> BaseException | None:
-        """What the speculator raised, if it did."""
+        """The exception of the speculator, if there was one."""
         outcome = self._outcome()
         return outcome if isinstance(outcome, BaseException) else None
 
     def abandon(self) -> None:
-        """Cancel what was sent, or what a thread is about to send. Safe at any moment, and more than once."""
+        """Cancel the request, sent or about to be sent. Idempotent and safe at any time."""
         self._may_send = False
         self._decided.set()
         if not self._future.cancel():
             self._future.add_done_callback(lambda _: self._cancel())
 
     def add_sent_callback(self, f: Callable[[], None]) -> None:
-        """Call ``f`` once :attr:`is_sent`, in any thread."""
+        """Call ``f`` once :attr:`is_sent` is true, in any thread."""
         self._future.add_done_callback(lambda _: f())
 
     async def wait_until_sent(self, grace_s: float) -> None:
-        """Wait for a thread that began, and might send, at most ``grace_s`` ago; what has not begun is cancelled."""
+        """Wait up to ``grace_s`` for a thread that is about to send; cancel work that has not begun."""
         if self._future.done() or self._future.cancel() or self._begun_s is None:
             return
         left_s = max(self._begun_s, self._sendable_s) + grace_s - time.perf_counter()
@@ -446,27 +445,27 @@ class StartedSpeculation:
 
 
 class SpeculativeRequests:
-    """The starts of one search; at most one of them is made before it is known whether it may be sent."""
+    """The speculative requests of one search; at most one is prepared before it may be sent."""
 
     def __init__(self, speculator: Speculator) -> None:
         self._speculator = speculator
         self._ahead: StartedSpeculation | None = None
 
     def make(self, documents: tuple[Document, ...]) -> None:
-        """Make a request from ``documents`` ahead, unless that is done; what was made from others is dropped."""
+        """Prepare a request for ``documents``, unless it is prepared; drop one for other documents."""
         if self._ahead is None or self._ahead.documents != documents:
             self.drop()
             self._ahead = StartedSpeculation(self._speculator, documents)
 
     def take(self, documents: tuple[Document, ...]) -> StartedSpeculation:
-        """Return the start from ``documents``, its request made ahead or being made now; it is the caller's."""
+        """Return the prepared request for ``documents``; the caller owns it."""
         self.make(documents)
         assert self._ahead is not None
         taken, self._ahead = self._ahead, None
         return taken
 
     def drop(self) -> None:
-        """Abandon what was made ahead."""
+        """Cancel the prepared request."""
         if self._ahead is not None:
             self._ahead.abandon()
             self._ahead = None

@@ -1,4 +1,4 @@
-"""Speculative requests: sent before their documents are final, buffered, and joined by the real request.
+"""Speculative requests: sent before their documents are final, buffered, and adopted by the real request.
 
 A speculation is an ordinary request for a completion, marked with an id. It runs in a background event loop of the
 engine's handle. The transports hand its answer to the first real request with the same URL, API key and body, and tell
@@ -45,7 +45,7 @@ from ragcache_core.runtime.handle import OneProcess
 
 _LAST_EVENT = b"data: [DONE]\n\n"
 _MAX_KEPT = 64
-"""How many finished answers are kept for requests that may join them (again)."""
+"""Number of finished answers that are kept for adoption."""
 _TIMEOUT = httpx.Timeout(600.0, connect=10.0)
 _SHORT_TIMEOUT = httpx.Timeout(5.0)
 _CONFIRM_PAUSES_S = (0.05, 0.2, 1.0, 2.0, 5.0)
@@ -54,29 +54,29 @@ _RETRY_S = 0.05
 """Before a server that had no news is asked again how long a speculation has waited; it waits for that itself."""
 _ERROR_EVENT = re.compile(rb'data:\s*\{\s*"error"\s*:')
 _LONGEST_CUT = 32
-"""The beginning of an event may arrive apart from its rest; so much of it is looked at again."""
+"""Bytes that are scanned again, as the beginning of an event may arrive apart from its rest."""
 _KEEP_S = 60.0
-"""How long a finished answer is kept for the request that may join it (again)."""
+"""Seconds that a finished answer is kept for adoption."""
 
 logger = logger_of(__name__)
 
 
 class Speculation:
-    """A speculative request and its answer. Its methods may be called by any thread.
+    """A speculative request and its answer. Thread-safe.
 
     Attributes:
-        id: its name in the engine.
-        key: that of the real requests that may join it.
-        scope: the request scope that it was sent in; only a request of the same scope, or without one, joins it.
-        authorization: the header that says who asks, also for its confirmation.
-        sent_s: when it was sent, by ``time.perf_counter()``.
-        started_s: when it was sent, plus the time that it waited in the engine to be scheduled, once that has told. The
-            way there is not counted: a request that is made when the search has ended has it before it as well.
-        making_s: seconds of processor time that its request took to make, where that was measured.
-        can_be_adopted: whether a real request may join it.
-        has_documents: whether it reads any; what stands before them hides nothing of a search.
-        is_reserved: whether any has.
-        error: why it failed.
+        id: its id in the engine.
+        key: request key of the real requests that may adopt it.
+        scope: its request scope; only a request of the same scope, or without one, adopts it.
+        authorization: the authorization header, also for its confirmation.
+        sent_s: time of sending, by ``time.perf_counter()``.
+        started_s: ``sent_s`` plus its queue time in the engine, once reported. Network time is not counted, as a
+            request after the search has it too.
+        making_s: CPU seconds for making its request, if measured.
+        can_be_adopted: whether a real request may adopt it.
+        has_documents: whether its prompt has documents; a static prefix overlaps nothing of a search.
+        is_reserved: whether a request has adopted it.
+        error: the reason of a failure.
     """
 
     def __init__(
@@ -107,22 +107,22 @@ class Speculation:
 
     @property
     def is_failed(self) -> bool:
-        """Whether the engine refused it, died meanwhile, or could not be reached; ``error`` says why."""
+        """Whether the request was rejected, the engine crashed or was unreachable; ``error`` has the reason."""
         return self.error is not None
 
     @property
     def is_cancelled(self) -> bool:
-        """Whether it was ended before its answer was whole."""
+        """Whether it was cancelled before its answer was complete."""
         return self._is_cancelled
 
     @property
     def is_claimed(self) -> bool:
-        """Whether a real request joined it (of a scope's speculation, one in that scope), and was not sent itself."""
+        """Whether a real request adopted it (for a speculation with a scope: one in that scope)."""
         is_theirs = self.scope is None or self.scope is self._claimer
         return self.is_reserved and is_theirs and (self.response.has_bytes or not self.is_failed)
 
     def cancel(self) -> None:
-        """End the request in the engine, so that none can join it; one that was joined already goes on. Idempotent.
+        """Cancel the request in the engine, so that no request can adopt it; an adopted one continues. Idempotent.
 
         It may have been joined by another request than its owner's, one about the same.
         """
@@ -130,18 +130,18 @@ class Speculation:
             self.abort()
 
     def abort(self) -> None:
-        """End the request in the engine on behalf of the request that joined it. Idempotent."""
+        """Cancel the request in the engine for the request that adopted it. Idempotent."""
         self._owner._forget(self)
         if self._end(httpx.ReadError("the speculation was cancelled"), is_cancelled=True) and self._work is not None:
             self._work.cancel()
 
     def leave(self) -> None:
-        """Abort it on behalf of the request that claimed it, unless all of the answer has arrived."""
+        """Cancel it for the request that adopted it, unless all of the answer has arrived."""
         if not self.response.last_bytes().endswith(_LAST_EVENT):
             self.abort()
 
     def confirm(self) -> None:
-        """Tell the engine that the request is a real one from now on. Returns at once; idempotent."""
+        """Report to the engine that the request is a real one now. Does not block; idempotent."""
         with self._lock:
             if self._is_confirmed or self._is_cancelled or self.error is not None:
                 return
@@ -151,11 +151,11 @@ class Speculation:
         self._owner._confirm(self)
 
     def claim(self, claimer: object | None) -> None:
-        """Have a real request join it, made in the scope ``claimer``."""
+        """Let a real request in the scope ``claimer`` adopt it."""
         self.is_reserved, self._claimer = True, claimer
 
     def add_done_callback(self, callback: Callable[[Speculation], None]) -> None:
-        """Call ``callback`` once it is done, in whichever thread ends it; at once if it is done already."""
+        """Call ``callback`` once it is done, in the thread that ends it; at once if it is done already."""
         with self._lock:
             if not self._is_done:
                 self._callbacks.append(callback)
@@ -163,7 +163,7 @@ class Speculation:
         callback(self)
 
     def _end(self, error: Exception | None, *, is_cancelled: bool = False) -> bool:
-        """End it, for its readers with ``error``; return whether it had not ended before."""
+        """End it, with ``error`` for its readers; return whether it had not ended before."""
         with self._lock:
             if self._is_done:
                 return False
@@ -187,7 +187,7 @@ class Speculation:
 
 
 class SpeculationRegistry:
-    """Speculations that no request has joined yet, by what they ask, the oldest first. Thread-safe.
+    """Speculations that no request has adopted yet, by request key, the oldest first. Thread-safe.
 
     True while there are any.
     """
@@ -200,12 +200,12 @@ class SpeculationRegistry:
         return bool(self._by_key)
 
     def add(self, speculation: Speculation) -> None:
-        """Let a real request join ``speculation``."""
+        """Make ``speculation`` available to real requests."""
         with self._lock:
             self._by_key.setdefault(speculation.key, []).append(speculation)
 
     def take(self, key: bytes, scope: object | None) -> Speculation | None:
-        """Return the oldest speculation with this key that did not fail, claimed for ``scope``. It is returned once.
+        """Return the oldest speculation with this key that did not fail, claimed for ``scope``; each only once.
 
         The scope's own are joined first, then those without a scope; another scope's only by a request without one.
         """
@@ -218,13 +218,13 @@ class SpeculationRegistry:
         return None
 
     def drop(self, speculation: Speculation) -> bool:
-        """Make ``speculation`` impossible to join; return whether none has joined it."""
+        """Withdraw ``speculation``; return whether no request had adopted it."""
         with self._lock:
             self._drop(speculation)
             return not speculation.is_reserved
 
     def keep(self, speculation: Speculation) -> bool:
-        """Return whether the whole answer of ``speculation`` may still be joined; of too many the oldest is dropped."""
+        """Return whether the complete answer of ``speculation`` stays available; the oldest of too many is dropped."""
         with self._lock:
             if speculation not in self._by_key.get(speculation.key, ()):
                 return False
@@ -234,7 +234,7 @@ class SpeculationRegistry:
         return True
 
     def clear(self) -> None:
-        """Make every speculation impossible to join."""
+        """Withdraw every speculation."""
         with self._lock:
             self._by_key.clear()
 
@@ -254,7 +254,7 @@ class SpeculationRegistry:
 def marked_request(
     captured: CapturedRequest, speculation_id: str, *, resume_streams: ResumeStreams = "off"
 ) -> httpx.Request:
-    """Return ``captured`` with the id of a speculation in its metadata.
+    """Return ``captured`` with a speculation id in its metadata.
 
     ``resume_streams``: the answers that continue after a cut, for which the server names their tokens.
 
@@ -287,7 +287,7 @@ async def receive(
     *,
     is_reserved: Callable[[], bool],
 ) -> None:
-    """Send ``request`` and write its answer into ``response`` to the end, which is left to the caller.
+    """Send ``request`` and write its answer into ``response``; the caller ends the response.
 
     An error that the server reports in a stream is raised until bytes are there that ``is_reserved`` to a real request;
     then it is passed on, as the transports do. Cancelling this ends the request in the engine.
@@ -300,7 +300,9 @@ async def receive(
         assert isinstance(answer.stream, httpx.AsyncByteStream)
         if answer.status_code >= 400:
             said = (await answer.aread()).decode(errors="replace")
-            raise EngineError(f"the engine refused a speculation with status {answer.status_code}: {said:.300}")
+            raise EngineError(
+                f"the engine rejected a speculative request with status {answer.status_code}: {said:.300}"
+            )
         response.begin(ResponseHead(answer.status_code, list(answer.headers.raw)))
         async for part in answer.stream:
             if not (response.has_bytes and is_reserved()):
@@ -311,27 +313,27 @@ async def receive(
 
 
 def _check(events: bytes) -> None:
-    """Raise the error that an event of a stream reports. In what the model says, quotes are escaped."""
+    """Raise the error that a stream's event reports. Quotes in a model's text are escaped, so they do not match."""
     if (found := _ERROR_EVENT.search(events)) is not None:
         said = events[found.start() :].decode(errors="replace")
         if reports_engine_death(said):
-            raise EngineDiedError("the engine died during a speculation")
-        raise EngineError(f"the engine failed during a speculation: {said:.300}")
+            raise EngineDiedError("the engine crashed during a speculative request")
+        raise EngineError(f"the engine failed during a speculative request: {said:.300}")
 
 
 class SpeculationRoutes:
-    """Two routes of the plugin. Their failures are logged, and affect no request.
+    """Two routes of the plugin for speculations. Failures are logged, and affect no request.
 
     The event loop of the given ``transport`` sends all of it, and only the confirmation more than once.
     """
 
     def __init__(self, base_url: str, api_key: str) -> None:
-        """``base_url`` ends in ``/v1``."""
+        """Take the server's address; ``base_url`` ends in ``/v1``."""
         self._url = f"{base_url}/ragcache"
         self._authorization = f"Bearer {api_key}"
 
     async def confirm(self, transport: httpx.AsyncBaseTransport, speculation: Speculation) -> None:
-        """Tell the engine that a speculation is a real request now, until it has acknowledged that or ends.
+        """Report a speculation as a real request, until the engine acknowledges it or the request ends.
 
         A joined request whose confirmation is lost would wait behind every other one.
         """
@@ -346,15 +348,15 @@ class SpeculationRoutes:
     async def follow_wait(
         self, transport: httpx.AsyncBaseTransport, speculation: Speculation, note: Callable[[float], None]
     ) -> None:
-        """Call ``note`` with the seconds that a speculation has waited to be scheduled, each time the engine tells.
+        """Call ``note`` with the seconds that a speculation has waited for scheduling, on each report of the engine.
 
-        It does so when it begins, and when it goes on after a pause. Returns when the speculation is done,
-        or when the server is one that does not tell.
+        The engine reports it at the start and after each pause. Returns when the speculation is done, or if the server
+        does not report it.
         """
         num_reports = 0
         while True:
             was_over = speculation.is_done
-            after = 0 if was_over else num_reports  # at the end it does not wait for what is known
+            after = 0 if was_over else num_reports  # at the end, do not wait for a known report
             answer = await self._ask(transport, "GET", speculation, f"?after={after}")
             if answer is not None and answer.status_code < 500:
                 match _json(answer):
@@ -373,9 +375,9 @@ class SpeculationRoutes:
     async def _ask(
         self, transport: httpx.AsyncBaseTransport, method: str, speculation: Speculation, route: str
     ) -> httpx.Response | None:
-        """Return the server's answer, read to its end; ``None`` if there was none.
+        """Return the server's whole response; ``None`` if there was none.
 
-        It is asked as who sent the speculation: a tenant's are known to that tenant alone.
+        The request has the speculation's API key, as only its tenant may query it.
         """
         extensions = {"timeout": _SHORT_TIMEOUT.as_dict()}
         headers = {"Authorization": speculation.authorization or self._authorization}
@@ -394,7 +396,7 @@ class SpeculationRoutes:
 
 
 def _json(answer: httpx.Response) -> object:
-    """Return what a route answers; ``None`` if it refuses, or answers something else."""
+    """Return the response of a route; ``None`` if it is an error or unknown."""
     try:
         return answer.json() if answer.status_code == 200 else None
     except ValueError:
@@ -402,7 +404,7 @@ def _json(answer: httpx.Response) -> object:
 
 
 class SpeculationManager:
-    """The speculative requests of one engine's handle, and the thread that they run in.
+    """The speculative requests of one engine, and the thread that runs them.
 
     The thread starts with the first of them and ends in :meth:`close`. True while a real request may find one to join.
     """
@@ -416,7 +418,7 @@ class SpeculationManager:
         resume_streams: ResumeStreams = "off",
         replicas: Replicas | None = None,
     ) -> None:
-        """``base_url`` ends in ``/v1``, and ``watch`` knows whether its engine hangs. ``replicas`` are a fleet's.
+        """Take ``base_url``, which ends in ``/v1``, ``watch``, which monitors the engine, and ``replicas`` of a fleet.
 
         ``resume_streams``: the answers that a request which joins them continues after a cut.
         """
@@ -439,7 +441,7 @@ class SpeculationManager:
     def start(
         self, captured: CapturedRequest, *, can_be_adopted: bool = True, has_documents: bool = True
     ) -> Speculation:
-        """Send ``captured`` as a speculation and return at once. ``can_be_adopted``: whether its answer is of any use.
+        """Send ``captured`` as a speculation and return at once. ``can_be_adopted``: whether requests may adopt it.
 
         Raises:
             ConfigError: its body is no JSON object.
@@ -464,7 +466,7 @@ class SpeculationManager:
         return speculation
 
     def join(self, request: httpx.Request) -> httpx.Response | None:
-        """Return the answer of a speculation that is ``request`` once its first bytes are there; ``None``: send it.
+        """Return the answer of an equal speculation after its first bytes; ``None`` if the request must be sent.
 
         Closing the response early cancels the speculation, as interrupting this call does. In a rehearsal of this
         request, it ends that.
@@ -488,7 +490,7 @@ class SpeculationManager:
 
     @contextmanager
     def _joining(self, speculation: Speculation) -> Iterator[None]:
-        """Send a request that joins ``speculation`` itself if that failed; cancel that if the request is given up."""
+        """Send a request itself if the speculation that it adopted failed; cancel that if the request is cancelled."""
         try:
             yield
         except BaseException as error:
@@ -499,14 +501,14 @@ class SpeculationManager:
                 raise _closed_error() from error
 
     def _is_own_server(self, request: httpx.Request) -> bool:
-        """Return whether ``request`` goes to this handle's server; its client may be used to ask another one."""
+        """Return whether ``request`` goes to this engine's server; its client may be used for others."""
         return str(request.url).startswith(self._home)
 
     def _claim_for(self, request: httpx.Request) -> Speculation | None:
         return self._claims.take(request_key(request), current_scope()) if asks_completion(request) else None
 
     def close(self) -> None:
-        """Cancel all, and end the thread. May be called again, also after an interruption."""
+        """Cancel all speculations and stop the thread. Idempotent, also after an interruption."""
         self._process.check()
         with self._lock:
             self._closed = True
@@ -534,11 +536,11 @@ class SpeculationManager:
             self._run(self._send_confirmation(speculation))
 
     def _withdraw(self, speculation: Speculation) -> bool:
-        """Make ``speculation`` impossible to claim; return whether it was unclaimed."""
+        """Withdraw ``speculation``; return whether it was unclaimed."""
         return self._claims.drop(speculation)
 
     def _forget(self, speculation: Speculation) -> None:
-        """Make ``speculation`` impossible to claim, and forget it: nothing cancels it any more."""
+        """Withdraw ``speculation`` and stop tracking it."""
         with self._lock:
             self._live.pop(speculation, None)
         self._claims.drop(speculation)
@@ -584,14 +586,14 @@ class SpeculationManager:
         return self._background.transport
 
     def _keep(self, speculation: Speculation) -> None:
-        """Keep a finished, unclaimed answer for a while: its real request may come later."""
+        """Keep a finished, unclaimed answer for a while, as its real request may come later."""
         with self._lock:
             self._live.pop(speculation, None)
         if self._claims.keep(speculation):
             asyncio.get_running_loop().call_later(_KEEP_S, self._forget_kept, ref(speculation))
 
     def _forget_kept(self, kept: ref[Speculation]) -> None:
-        """Drop it, unless it was dropped or claimed before: the timer must not keep its answer alive."""
+        """Drop a kept answer, unless it was dropped or claimed, so that the timer does not hold it."""
         if (speculation := kept()) is not None:
             self._forget(speculation)
 

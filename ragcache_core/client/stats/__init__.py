@@ -1,1 +1,1 @@
-"""What the engine says of its cache, request by request and in sum."""
+"""The engine's statistics of its cache, per request and in total."""

@@ -1,4 +1,4 @@
-"""What RAGCache's engine says of a request and of its cache, on two routes beside vLLM's own.
+"""Reads RAGCache's statistics of requests and cache from two routes of the server.
 
 ::
 
@@ -49,7 +49,7 @@ logger = logger_of(__name__)
 
 
 def metrics_page(response: httpx.Response) -> str:
-    """Return the text of ``/metrics``; nothing of it is for tenants."""
+    """Return the text of ``/metrics``; empty for tenants."""
     return "" if response.status_code == httpx.codes.FORBIDDEN else response.raise_for_status().text
 
 
@@ -88,7 +88,7 @@ _OF_A_REQUEST = [*reported_fields(RequestStats), "ttft_s"]
 
 
 def _read_type(declared: Any) -> Any:
-    """Return the type that a reported statistic is read as: a count or a time is 0 or more."""
+    """Return the type for a reported statistic: counts and times are 0 or more."""
     if declared == int | None:
         return Annotated[int, Field(ge=0)] | None
     return Annotated[float, Field(ge=0, allow_inf_nan=False)] | None if declared == float | None else declared
@@ -109,12 +109,12 @@ _READ["documents"] = list[_Span] | None, None
 _READ["epoch"] = str | None, None
 _READ["num_prompt_tokens"] = Annotated[int, Field(ge=0)] | None, None
 _REQUEST_STATS = create_model("_REQUEST_STATS", **_READ)
-"""The engine's answer about one request; what it leaves out is unknown."""
+"""The engine's response about one request; missing fields are unknown."""
 _ENGINE_STATS = TypeAdapter(EngineStats)
 
 
 class CacheStatsRoutes:
-    """Asks one server about requests and about its cache. May be used by any thread and any event loop."""
+    """Reads statistics of requests and cache from one server. Thread-safe, for any event loop."""
 
     def __init__(
         self,
@@ -123,7 +123,7 @@ class CacheStatsRoutes:
         resumed: ResumedAnswers | None = None,
         on_epoch: Callable[[str | None], object] = lambda _: None,
     ) -> None:
-        """``traces``: those of the requests. ``on_epoch`` gets what names the server's registered documents."""
+        """Take ``traces`` of requests, and ``on_epoch``, which gets the epoch of the server's registered documents."""
         self._on_epoch = on_epoch
         self._api = api
         self._traces = traces or RequestTraces()
@@ -133,7 +133,7 @@ class CacheStatsRoutes:
         self._retry_at_s = 0.0
 
     def complete(self, stats: RequestStats, response_id: str | None, doc_ids: Sequence[DocId] = ()) -> RequestStats:
-        """Return ``stats`` with the engine's own figures of the answered request, its documents among them.
+        """Return ``stats`` with the engine's own statistics of the answered request and its documents.
 
         Asks once, for two seconds at most. Never fails: where the engine does not say, ``stats`` come back as they are.
         The engine does not name the documents of a request with a salt: ``doc_ids`` are those that the request showed,
@@ -163,7 +163,7 @@ class CacheStatsRoutes:
         return self._completed(stats, response_id, doc_ids, said)
 
     def add_to(self, stats: EngineStats) -> EngineStats:
-        """Return ``stats`` with what the engine says of its cache; plain vLLM's come back as they are.
+        """Return ``stats`` with the engine's statistics of its cache; unchanged for plain vLLM.
 
         Raises:
             EngineError: the server cannot be asked, or speaks another version's language.
@@ -187,7 +187,7 @@ class CacheStatsRoutes:
         doc_ids: Sequence[DocId],
         said: httpx.Response | None,
     ) -> RequestStats:
-        """Return ``stats`` with what the engine ``said`` of the request, and end its trace, if it has one."""
+        """Return ``stats`` with the engine's report of the request, and end its trace."""
         ttft_s: float | None = None
         if said is not None:
             with self._suppress_stats_errors():
@@ -204,11 +204,11 @@ class CacheStatsRoutes:
 
     @property
     def _is_absent(self) -> bool:
-        """Whether the server had no such route a moment ago; later another server may be there."""
+        """Whether the server had no such route a moment ago."""
         return self._is_there is False and time.monotonic() < self._retry_at_s
 
     def _read_stats(self, response: httpx.Response) -> dict[str, object] | None:
-        """Return the answer of the stats route, ``None`` if there is no such route; remember which."""
+        """Return the response of the statistics route; ``None`` if there is no such route, which is recorded."""
         if response.status_code in _RETRYABLE_STATUSES or response.status_code >= 500:
             response.raise_for_status()
         figures = json_object(response)
@@ -218,7 +218,7 @@ class CacheStatsRoutes:
 
     @contextmanager
     def _suppress_stats_errors(self) -> Iterator[None]:
-        """Log every failure: the answer is there already, and must not be lost to its statistics."""
+        """Log any failure, so that an answer is not lost with its statistics."""
         try:
             yield
         except Exception as error:
@@ -241,7 +241,7 @@ def _with_figures(
     named = ((each, each.id or doc_id) for each, doc_id in zip(spans, sent, strict=True))
     segments = [PromptSegment(SegmentKind.DOCUMENT, each.start, each.end, doc_id) for each, doc_id in named if doc_id]
     stats = replace(stats, documents=document_stats(segments, stats.num_cached_tokens))
-    if (reuse := read["chunk_reuse"]) is not None:  # vLLM takes what was computed for it for cached
+    if (reuse := read["chunk_reuse"]) is not None:  # vLLM counts tokens computed by chunk reuse as cached
         num_cached = max(stats.num_cached_tokens - reuse.num_computed_tokens, 0)
         stats = replace(stats, num_cached_tokens=num_cached)
     return replace(stats, **read, ttft_s=engine_ttft_s if stats.ttft_s is None else stats.ttft_s)

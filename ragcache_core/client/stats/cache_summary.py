@@ -1,4 +1,4 @@
-"""What the cache did for many requests, summed up: what both frameworks' handlers hold and print."""
+"""Sums of the cache's statistics over many requests, which both frameworks' handlers hold and print."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _NUM_TIMES_KEPT = 10_000
 
 @dataclass(frozen=True, slots=True)
 class DocumentHits:
-    """How often a document was in a prompt, and how many of its tokens came out of the cache."""
+    """How often a document was in a prompt, and how many of its tokens were cached."""
 
     num_requests: int
     num_tokens: int
@@ -24,7 +24,7 @@ class DocumentHits:
 
 @dataclass(frozen=True, slots=True)
 class CacheSummary:
-    """Sums over requests; ``num_gpu_tokens`` to ``num_stored_bytes`` over those with the engine's statistics.
+    """Sums over requests; ``num_gpu_tokens`` to ``num_stored_bytes`` cover those with engine statistics.
 
     A request whose number of prompt tokens is not known (a stream without usage from a server without RAGCache) adds
     nothing to ``num_prompt_tokens``, ``num_cached_tokens`` and the tokens by tier.
@@ -71,7 +71,7 @@ class CacheSummary:
 
     @property
     def num_computed_tokens(self) -> int:
-        """Prompt tokens that the engine had to prefill."""
+        """Prompt tokens that the engine prefilled."""
         return self.num_prompt_tokens - self.num_cached_tokens
 
     @property
@@ -81,12 +81,12 @@ class CacheSummary:
 
     @property
     def mean_ttft_s(self) -> float | None:
-        """Mean of the known times to first token; ``None`` before the first."""
+        """Mean of the known times to first token in seconds; ``None`` before the first."""
         return sum(self.ttft_s) / len(self.ttft_s) if self.ttft_s else None
 
     @property
     def mean_queue_s(self) -> float | None:
-        """Mean time before a request was scheduled; ``None`` before the engine has reported one."""
+        """Mean queue time in seconds; ``None`` before the engine has reported one."""
         return sum(self.queue_s) / len(self.queue_s) if self.queue_s else None
 
     def __str__(self) -> str:
@@ -123,14 +123,14 @@ _OF_A_PROMPT = {"num_prompt_tokens", "num_cached_tokens", *TOKENS_BY_ORIGIN}
 
 
 class CacheTally(Handle):
-    """Adds up what happens to a :class:`CacheSummary`. May be shared by threads and by event loops."""
+    """Adds events to a :class:`CacheSummary`. Thread-safe, for any event loop."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self.reset()
 
     def reset(self) -> None:
-        """Forget everything."""
+        """Set all sums to zero."""
         with self._lock:
             self._sums: Counter[str] = Counter()
             self._overlapped_search_s = 0.0
@@ -139,7 +139,7 @@ class CacheTally(Handle):
             self._documents: dict[DocId, DocumentHits] = {}
 
     def add(self, stats: RequestStats) -> None:
-        """Add a request that ran to its end."""
+        """Add a completed request."""
         with self._lock:
             self._sums["num_requests"] += 1
             summed = _SUMMED if stats.num_prompt_tokens else _SUMMED - _OF_A_PROMPT
@@ -170,12 +170,12 @@ class CacheTally(Handle):
             self._sums["num_unfinished"] += 1
 
     def add_cached_answer(self) -> None:
-        """Add a model call whose answer was kept from before."""
+        """Add a model call that the answer cache answered."""
         with self._lock:
             self._sums["num_cached_answers"] += 1
 
     def add_speculation(self, kind: str, overlapped_search_s: float | None) -> None:
-        """Add what happened to a speculation; ``kind`` is that of the pipeline's event."""
+        """Add an event of a speculation; ``kind`` is that of the pipeline's event."""
         with self._lock:
             self._sums["num_speculations"] += kind == "start"
             self._sums["num_confirmed_speculations"] += kind == "confirm"
@@ -183,7 +183,7 @@ class CacheTally(Handle):
             self._overlapped_search_s += overlapped_search_s or 0.0
 
     def summary(self) -> CacheSummary:
-        """Return the sums up to now."""
+        """Return the present sums."""
         with self._lock:
             return CacheSummary(
                 **self._sums,

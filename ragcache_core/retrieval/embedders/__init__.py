@@ -1,1 +1,1 @@
-"""Texts to vectors."""
+"""Embedders: convert texts to vectors."""

@@ -24,16 +24,16 @@ _LARGEST_SQUARED_NORM = float(np.finfo(np.float32).max) / 8
 
 @runtime_checkable
 class Embedder(Protocol):
-    """Turns texts into vectors. May be called from several threads at once."""
+    """Converts texts to vectors. Must be thread-safe."""
 
     @property
     def name(self) -> str:
-        """Its identity, recorded in the store: another one is refused at ``open``."""
+        """Name of the embedder, recorded in the store; ``open`` rejects another one."""
         ...
 
     @property
     def dimension(self) -> int | None:
-        """``None`` until it is known."""
+        """Dimensions of the vectors; ``None`` until known."""
         ...
 
     def embed_documents(self, texts: Sequence[str]) -> Vectors:
@@ -47,29 +47,29 @@ class Embedder(Protocol):
 
 @runtime_checkable
 class TrainableEmbedder(Embedder, Protocol):
-    """An embedder that learns from documents. The store fits a copy of it and keeps its state."""
+    """An embedder that is fitted on documents. The store fits a copy, and saves its state."""
 
     @property
     def is_fitted(self) -> bool:
-        """Whether it has seen documents, and can embed."""
+        """Whether it is fitted."""
         ...
 
     def fit(self, texts: Sequence[str]) -> Self:
-        """Return an embedder that has learned from ``texts``."""
+        """Return an embedder that is fitted on ``texts``."""
         ...
 
     def state(self) -> dict[str, NDArray[Any]]:
-        """Return what was learnt as plain arrays (no objects)."""
+        """Return the fitted state as plain arrays (no objects)."""
         ...
 
     @classmethod
     def from_state(cls, state: Mapping[str, NDArray[Any]]) -> Self:
-        """Return the embedder whose state was saved."""
+        """Return the embedder with a saved state."""
         ...
 
 
 class PrecomputedEmbedder:
-    """Stands in for an embedder where every vector is given: ``add(..., embeddings=...)``, ``search_vector``."""
+    """Placeholder for stores that get all vectors from the caller: ``add(..., embeddings=...)``, ``search_vector``."""
 
     name = "precomputed"
 
@@ -77,16 +77,16 @@ class PrecomputedEmbedder:
         self.dimension = dimension
 
     def embed_documents(self, texts: Sequence[str]) -> Vectors:
-        """Refuse: its vectors come with the documents."""
+        """Raise ConfigError, as vectors come with the documents."""
         raise ConfigError("this store has no embedder: call add(documents, embeddings=...)")
 
     def embed_query(self, text: str) -> Vectors:
-        """Refuse: its vectors come with the queries."""
+        """Raise ConfigError, as vectors come with the queries."""
         raise ConfigError("this store has no embedder: call search_vector, or make the store with an embedder")
 
 
 class LangChainEmbeddings(Protocol):
-    """What we need of ``langchain_core.embeddings.Embeddings``."""
+    """The used methods of ``langchain_core.embeddings.Embeddings``."""
 
     def embed_documents(self, texts: list[str]) -> list[list[float]]: ...
 
@@ -94,7 +94,7 @@ class LangChainEmbeddings(Protocol):
 
 
 class LlamaIndexEmbedding(Protocol):
-    """What we need of ``llama_index.core.embeddings.BaseEmbedding``."""
+    """The used methods of ``llama_index.core.embeddings.BaseEmbedding``."""
 
     def get_text_embedding_batch(self, texts: list[str]) -> list[list[float]]: ...
 
@@ -176,14 +176,14 @@ class MiniLMEmbedder:
 
 
 def _identity(framework: str, embedder: object) -> str:
-    """Return the framework, the class, and the model where the object tells it."""
+    """Return framework, class and, if the object has one, model name as an identity."""
     names = (getattr(embedder, attribute, None) for attribute in ("model_name", "model"))
     model = next((name for name in names if isinstance(name, str) and name not in ("", "unknown")), None)
     return ":".join(filter(None, (framework, type(embedder).__name__, model)))
 
 
 def as_embedder(obj: Any) -> Embedder:
-    """Return ``obj`` as an embedder: one of ours, a LangChain ``Embeddings`` or a LlamaIndex ``BaseEmbedding``.
+    """Return ``obj`` as an embedder: one of RAGCache, a LangChain ``Embeddings`` or a LlamaIndex ``BaseEmbedding``.
 
     The frameworks' objects are recognised by their methods.
 

@@ -43,7 +43,7 @@ def _ignore(_: float) -> None:
 
 
 class TfidfSvdEmbedder:
-    """An embedder that is fitted on the first documents it sees. Its vectors have length 1.
+    """TF-IDF and truncated SVD, fitted on the first documents of the store. Vectors have length 1.
 
     A store fits its own copy on the first ``add`` and keeps it with the documents; alone it works as
     ``TfidfSvdEmbedder().fit(texts).embed_query("...")``. Fit it on a good part of the corpus: words that come later are
@@ -67,17 +67,17 @@ class TfidfSvdEmbedder:
 
     @classmethod
     def from_name(cls, name: str) -> TfidfSvdEmbedder | None:
-        """Return the unfitted embedder of that name; ``None`` if it is not one of these."""
+        """Return the unfitted embedder with this name; ``None`` for other names."""
         match = _NAME.fullmatch(name)
         return cls(int(match[1]), seed=int(match[2] or 0)) if match else None
 
     @property
     def is_fitted(self) -> bool:
-        """Whether it has seen documents, and can embed."""
+        """Whether it is fitted."""
         return self._buckets is not None
 
     def fit(self, texts: Sequence[str], progress: Callable[[float], object] = _ignore) -> TfidfSvdEmbedder:
-        """Learn words, their weights and their SVD from ``texts``; return this embedder.
+        """Fit words, weights and SVD on ``texts``; return this embedder.
 
         Of more than 10,000 texts, that many are learnt from, evenly spread. ``progress`` is called with the share of
         the work that is done, up to 1.
@@ -131,7 +131,7 @@ class TfidfSvdEmbedder:
         return vector / np.float32(length) if length > 0 else vector
 
     def state(self) -> dict[str, NDArray[Any]]:
-        """Return what was fitted as plain arrays, for ``numpy.savez``."""
+        """Return the fitted state as plain arrays, for ``numpy.savez``."""
         assert self._buckets is not None
         return {
             "buckets": self._buckets,
@@ -143,7 +143,7 @@ class TfidfSvdEmbedder:
 
     @classmethod
     def from_state(cls, state: Mapping[str, NDArray[Any]]) -> TfidfSvdEmbedder:
-        """Return the embedder that :meth:`state` was taken from."""
+        """Return the embedder with a state of :meth:`state`."""
         try:
             dimension, seed = (int(value) for value in state["settings"])
             embedder = cls(dimension, seed=seed)

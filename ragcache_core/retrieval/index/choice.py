@@ -1,4 +1,4 @@
-"""Which index a store uses for how many vectors, and how it is saved and read."""
+"""Choose, build, save and load a store's index."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def build_index(ids: Ids, vectors: Vectors, options: IndexOptions) -> StagedInde
 
 
 def is_outgrown(index: StagedIndex, num_vectors: int) -> bool:
-    """Return whether an index should be rebuilt for ``num_vectors``: trained on far fewer, or far more."""
+    """Return whether an index should be rebuilt for ``num_vectors``: it was trained on far fewer or far more."""
     if index.options.kind != "ivf":
         return False
     can_train = num_vectors >= least_vectors(index.options)
@@ -68,7 +68,7 @@ def save_index(folder: Path, name: str, index: StagedIndex) -> IndexEntry:
 
 
 def load_index(folder: Path, manifest: Manifest, documents: DocumentTable) -> tuple[StagedIndex | None, int]:
-    """Return the index of all documents, and how many changes its saved file lacks.
+    """Return the index of all documents, and the number of changes that the saved file lacks.
 
     Raises:
         StoreCorruptError: the file is not what the manifest records.

@@ -1,4 +1,4 @@
-"""Exact search, cut by rows.
+"""Exact search, in stages of rows.
 
 Rows are searched block by block by Faiss's own kernel and merged by (score, id). Where documents tie at the k-th
 place, the one-shot search keeps one of them by the history of its heap, which blocks cannot replay: the last stage
@@ -31,7 +31,7 @@ _ROWS_PER_CALL = 16384
 
 
 class RowScan:
-    """Searches the rows of an ``IndexFlat``, which stay as they are: all of them, or some, as Faiss itself does."""
+    """Searches all or some rows of an unchanged ``IndexFlat``, with the same result as Faiss."""
 
     def __init__(self, rows: Any, ids: Ids, *, is_similarity: bool) -> None:
         self._rows = rows
@@ -44,7 +44,7 @@ class RowScan:
             self._vectors = flat.reshape(len(ids), self._dimension)
 
     def search(self, query: Vectors, k: int, among: Selection | None = None) -> Neighbors:
-        """Return the ``k`` nearest rows, ``among`` all or some."""
+        """Return the ``k`` nearest of all rows, or of those in ``among``."""
         params = None if among is None else faiss.SearchParameters(sel=among.selector)
         scores, rows = self._rows.search(query[None], k, params=params)
         return self._found(scores[0], rows[0])
@@ -52,7 +52,7 @@ class RowScan:
     def stages(
         self, query: Vectors, k: int, cuts: Sequence[float], cancel: Cancellation, among: Selection | None = None
     ) -> Iterator[Stage]:
-        """Yield what the rows so far hold; the last stage equals :meth:`search`."""
+        """Yield the best rows so far; the last stage equals :meth:`search`."""
         total = len(self._ids) if among is None else len(among)
         ends = cut_points(cuts, total, least=min(k, total))
         if len(ends) == 1:
@@ -77,7 +77,7 @@ class RowScan:
                 yield Stage(self._found(scores[:k], rows[:k]), is_final)
 
     def _block(self, query: Vectors, k: int, start: int, end: int, among: Selection | None) -> tuple[Vectors, Ids]:
-        """Return the best of the rows, or of the selected ones, from ``start`` to ``end``."""
+        """Return the best of the (selected) rows from ``start`` to ``end``."""
         if among is None:
             block = self._vectors[start:end]
             scores, rows = faiss.knn(query[None], block, min(k, len(block)), metric=self._rows.metric_type)

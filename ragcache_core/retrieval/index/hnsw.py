@@ -1,4 +1,4 @@
-"""HNSW search, staged by growing effort: each stage searches the graph with a larger ``efSearch``.
+"""HNSW search in stages with increasing ``efSearch``.
 
 Faiss cannot pause a search of a graph. So an early stage is a search of its own with a share of ``efSearch``, and the
 last stage is the unmodified search. Early stages therefore add to the work: by default a search has two stages.
@@ -69,16 +69,16 @@ class HNSWIndex:
         return self._ids if self._live is None else self._ids[self._live]
 
     def ef(self, k: int, among: Selection | None = None) -> int:
-        """Return ``efSearch`` of a whole search for ``k`` vectors."""
+        """Return ``efSearch`` of a complete search for ``k`` vectors."""
         return self._scaled(max(self.options.ef_search, k), among)
 
     def _scaled(self, num_candidates: int, among: Selection | None) -> int:
-        """Return ``efSearch`` that leaves room for vectors that are deleted or not selected."""
+        """Return ``efSearch`` with a margin for deleted and unselected vectors."""
         num_eligible = self._num_live if among is None else len(among)
         return min(len(self._ids), math.ceil(num_candidates * len(self._ids) / max(1, num_eligible)))
 
     def scans(self, k: int, among: Selection | None) -> bool:
-        """Return whether a search compares each selected vector, because the graph would visit as many."""
+        """Return whether a search compares each selected vector, as the graph would visit as many."""
         return among is not None and len(among) <= self.ef(k, among) * self.options.hnsw_m
 
     def work(self, k: int, among: Selection | None = None) -> float:

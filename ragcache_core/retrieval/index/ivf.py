@@ -1,4 +1,4 @@
-"""IVF search, cut by probed lists, that continues Faiss's own result heap.
+"""IVF search in stages of probed lists, which continue Faiss's own result heap.
 
 With ``PARALLEL_MODE_NO_HEAP_INIT`` Faiss neither initialises nor sorts the caller's heap, so that probing the lists
 in slices replays the one-shot loop exactly: the same C++ over the same lists in the same order on the same heap.
@@ -41,7 +41,7 @@ _PROBES_PER_CALL = 32
 _LOOK_AT_SELECTOR = 8
 """Multiply-adds that take as long as asking the selector for a document."""
 _POINTS_PER_LIST = 39
-"""What Faiss's k-means wants to train a centroid."""
+"""Vectors per centroid that Faiss's k-means requires."""
 _LEAST_LISTS = 6
 _PQ_CENTROIDS = 256
 
@@ -51,7 +51,7 @@ _CONTINUABLE = ("IndexIVFFlat", "IndexIVFScalarQuantizer", "IndexIVFPQ")
 
 
 def least_vectors(options: IndexOptions) -> int:
-    """Return how many vectors it takes to train; with fewer the exact flat index is used."""
+    """Return the minimum number of vectors for training; with fewer, the exact flat index is used."""
     least = options.nlist if options.nlist is not None else _LEAST_LISTS * _POINTS_PER_LIST
     return max(least, _PQ_CENTROIDS) if options.encoding == "pq" else least
 
@@ -64,7 +64,7 @@ def choose_nlist(num_vectors: int, options: IndexOptions) -> int:
 
 
 def choose_nprobe(nlist: int, options: IndexOptions) -> int:
-    """Return the number of lists a search probes: an eighth of them, at least 8."""
+    """Return the number of lists that a search probes: an eighth of them, at least 8."""
     return min(nlist, options.nprobe if options.nprobe is not None else max(8, math.ceil(nlist / 8)))
 
 
@@ -88,7 +88,7 @@ class IVFIndex:
 
     @classmethod
     def build(cls, ids: Ids, vectors: Vectors, options: IndexOptions) -> IVFIndex:
-        """Train on ``vectors`` and add them. The seed is Faiss's own: same vectors, same index."""
+        """Train on ``vectors`` and add them, with Faiss's seed: the same vectors give the same index."""
         dimension = vectors.shape[1]
         nlist = choose_nlist(len(ids), options)
         metric = faiss.METRIC_INNER_PRODUCT if options.is_similarity else faiss.METRIC_L2
@@ -183,7 +183,7 @@ class IVFIndex:
         ids = np.full(k, -1, np.int64)
         stats = faiss.IndexIVFStats()  # the global one would be a data race
         params = _parameters(nprobe, among)
-        width = _PROBES_PER_CALL * nprobe // self._nprobe  # lists hold so much less of what is selected
+        width = _PROBES_PER_CALL * nprobe // self._nprobe  # lists have fewer selected vectors
         begin = 0
         for end in cut_points(cuts, nprobe):
             for start in range(begin, end, width):
@@ -230,7 +230,7 @@ def _parameters(nprobe: int, among: Selection | None) -> Any:
 
 @functools.cache
 def _replays_exactly(encoding: Encoding, metric: Metric) -> bool:
-    """Return whether this version of Faiss continues a heap as it should, tried once on a small index full of ties."""
+    """Return whether this Faiss version continues a heap exactly, checked once on a small index with ties."""
     options = IndexOptions(metric=metric, encoding=encoding, nlist=8, nprobe=6)
     vectors = np.random.default_rng(0).integers(-1, 2, (300, 8)).astype(np.float32)
     index = IVFIndex.build(np.arange(300, dtype=np.int64), vectors, options)
@@ -252,7 +252,7 @@ def _replays_exactly(encoding: Encoding, metric: Metric) -> bool:
 
 
 def choose_pq_m(dimension: int, options: IndexOptions) -> int:
-    """Return the bytes of a PQ code: about one for every four dimensions.
+    """Return the bytes of a PQ code: about one per four dimensions.
 
     Raises:
         ConfigError: ``pq_m`` does not divide ``dimension``.

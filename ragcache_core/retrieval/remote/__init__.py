@@ -1,1 +1,1 @@
-"""Stages of vector stores elsewhere, whose search cannot be cut."""
+"""Staged search in external vector stores."""

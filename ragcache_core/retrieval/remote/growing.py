@@ -1,4 +1,4 @@
-"""Stages of a store whose search cannot be cut: it is asked with little effort and with all of it, at the same time.
+"""Staged search in a store without stages: several searches with growing effort, at the same time.
 
 An approximate search takes an effort, as ``ef`` of a graph or ``nprobe`` of lists. What little of it finds comes early
 and is often right; the answer with the most is the final one, and is not held up by the others but for the store's own
@@ -25,7 +25,7 @@ Found = Sequence[tuple[Document, float]]
 
 
 class GrowingEffort(Generic[Effort]):
-    """A source of stages over a search that takes an effort.
+    """A staged retriever that runs a search with several efforts.
 
     ::
 
@@ -34,15 +34,15 @@ class GrowingEffort(Generic[Effort]):
 
         retriever = RAGCacheRetriever(store=GrowingEffort(find, efforts=(16, 256)), engine=engine)
 
-    The final documents are those of the last effort, and an error of that search is the search's. Another that fails,
-    or comes after one with more effort, is left out. Closing the iterator early abandons them all.
+    The final documents are those of the last effort, whose errors are raised. Another search that fails, or ends after
+    one with more effort, is ignored. Closing the iterator early abandons all searches.
 
     Args:
-        find: returns documents and scores for a question, ``k`` and an effort. What blocks has a thread of its own; a
+        find: returns documents and scores for a question, ``k`` and an effort. A blocking function runs in a thread; a
             coroutine function is awaited.
-        efforts: from little to the most, which is the search as it would be without stages.
-        embed: turns the question into what ``find`` gets, once for all efforts.
-        identity: names what is searched, in every process: what is learnt of its stages is kept under it.
+        efforts: ascending efforts; the last one is the search without stages.
+        embed: converts the question to the first argument of ``find``, once for all efforts.
+        identity: name of the searched data, equal in every process, under which stage statistics are saved.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class GrowingEffort(Generic[Effort]):
         self.identity = None if identity is None else f"{identity}\n{self._efforts!r}"
 
     async def stages(self, query: str, k: int) -> AsyncGenerator[RetrievalUpdate, None]:
-        """Yield what each effort found, unless one with more came first; the last is final."""
+        """Yield each effort's result, unless a larger effort was faster; the last is final."""
         embed = self._embed
         asked = query if embed is None else await in_thread(lambda: embed(query))
         searches = [asyncio.create_task(self._search(asked, k, effort)) for effort in self._efforts]

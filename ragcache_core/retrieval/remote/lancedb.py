@@ -1,4 +1,4 @@
-"""Stages of a LanceDB table, by ``nprobes``: how many lists of its index a search looks through."""
+"""Staged search in a LanceDB table by ``nprobes``, the number of searched lists."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ def lancedb_stages(
     vector_column: str = "vector",
     document_of: Callable[[Mapping[str, Any]], Document] | None = None,
 ) -> GrowingEffort[int]:
-    """Return a source of stages over a table of LanceDB that has an IVF index; without one every stage is exact.
+    """Return a staged retriever over a LanceDB table with an IVF index; without one every stage is exact.
 
     Args:
-        table: a table, which stays the caller's.
-        embedder: what embeds the question: one of ours, LangChain's or LlamaIndex's.
+        table: an open table, which the caller closes.
+        embedder: embeds the question: one of RAGCache, LangChain or LlamaIndex.
         efforts: ``nprobes`` of each stage; LanceDB's own is 20.
         refine_factor: how many times ``k`` vectors are compared uncompressed, in the last stage.
-        where: LanceDB's own filter, in SQL; it holds for all of the search, not for what that found.
+        where: LanceDB's filter in SQL, applied before the search.
         vector_column: the column that is searched.
         document_of: makes a document of a row; by default its columns ``id`` and ``text``, and the rest as metadata.
 
     Raises:
-        ConfigError: an effort that is none.
+        ConfigError: an invalid effort.
     """
     for effort in efforts:
         if isinstance(effort, bool) or not isinstance(effort, int) or effort < 1:

@@ -1,4 +1,4 @@
-"""Stages of a Postgres table with pgvector, by ``hnsw.ef_search`` or ``ivfflat.probes``."""
+"""Staged search in a Postgres table with pgvector, by ``hnsw.ef_search`` or ``ivfflat.probes``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PgvectorIndex = Literal["hnsw", "ivfflat"]
 PgvectorMetric = Literal["l2", "cosine", "ip"]
 
 _SETTINGS = {"hnsw": ("hnsw.ef_search", 1000), "ivfflat": ("ivfflat.probes", 32768)}
-"""What an effort sets, and the most that pgvector takes."""
+"""The setting of an effort, and its maximum in pgvector."""
 _OPERATORS = {"l2": "<->", "cosine": "<=>", "ip": "<#>"}
 
 
@@ -36,7 +36,7 @@ def pgvector_stages(
     metadata_column: str | None = None,
     vector_column: str = "embedding",
 ) -> GrowingEffort[PgvectorEffort]:
-    """Return a source of stages over a table whose vectors have an index of pgvector.
+    """Return a staged retriever over a table with a pgvector index.
 
     ::
 
@@ -44,27 +44,27 @@ def pgvector_stages(
         source = pgvector_stages(pool.connection, "docs", embeddings, efforts=(10, 40))
         retriever = RAGCacheRetriever(store=source, engine=engine)
 
-    Scores are pgvector's distances. Each effort is asked by a connection of its own, in a transaction that changes its
-    setting alone.
+    Scores are pgvector's distances. Each effort uses its own connection, in a transaction that changes only its
+    setting.
 
     Args:
         connect: opens a connection of psycopg for a ``with``: ``pool.connection``, or ``lambda: psycopg.connect(...)``.
         table: the table, with its schema if it needs one: ``"public.docs"``.
-        embedder: what embeds the question: one of ours, LangChain's or LlamaIndex's.
-        index: what kind of index the vectors have.
+        embedder: embeds the question: one of RAGCache, LangChain or LlamaIndex.
+        index: kind of the vectors' index.
         efforts: ``hnsw.ef_search`` of each stage (pgvector's own is 40; at least ``k``, since it finds no more than
             that), or ``ivfflat.probes`` (pgvector's own is 1); the last may be ``"exact"``, which compares all vectors.
-        metric: the distance that the index was made for.
-        where: a condition of yours in SQL, ``"tenant = %(tenant)s"``. pgvector applies it to what the index found, and
-            may find fewer than ``k``, unless iterative scans are switched on for the connection.
+        metric: distance of the index.
+        where: an SQL condition such as ``"tenant = %(tenant)s"``. pgvector applies it to the index's results, so it may
+            find fewer than ``k``, unless iterative scans are switched on for the connection.
         params: the values of ``where``.
-        id_column: of the documents' ids.
-        text_column: of their texts.
-        metadata_column: of their metadata, in ``jsonb``; None for none.
-        vector_column: of their vectors.
+        id_column: column of document ids.
+        text_column: column of texts.
+        metadata_column: column of metadata, in ``jsonb``; ``None`` for none.
+        vector_column: column of vectors.
 
     Raises:
-        ConfigError: an effort, an index or a metric that is none, or the extra ``pgvector`` is not installed.
+        ConfigError: an invalid effort, index or metric, or the extra ``pgvector`` is not installed.
     """
     sql = extra_module("psycopg.sql", "pgvector")
     if index not in _SETTINGS or metric not in _OPERATORS:

@@ -1,4 +1,4 @@
-"""Stages of a Qdrant collection, by ``hnsw_ef``: how many candidates a search of its graph keeps."""
+"""Staged search in a Qdrant collection by ``hnsw_ef``, the number of candidates in its graph search."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def qdrant_stages(
     using: str | None = None,
     document_of: Callable[[str, Mapping[str, Any]], Document] | None = None,
 ) -> GrowingEffort[QdrantEffort]:
-    """Return a source of stages over a collection of Qdrant.
+    """Return a staged retriever over a Qdrant collection.
 
     ::
 

@@ -111,7 +111,7 @@ def _can_be_stored(doc_id: object) -> bool:
 
 
 def _check_keys(metadata: dict[str, object]) -> None:
-    """Raise TypeError for a key that JSON would turn into a text."""
+    """Raise TypeError for a key that JSON would convert to a text."""
     values: list[object] = [metadata]
     while values:
         value = values.pop()
@@ -138,7 +138,7 @@ def _metadata_json(document: Document) -> str:
 
 
 class SegmentFile:
-    """An open segment. Safe to use from many threads; it stays readable when its file is unlinked."""
+    """An open segment. Thread-safe; readable after its file is unlinked."""
 
     def __init__(self, folder: Path, entry: FileEntry) -> None:
         self.path = folder / entry.name
@@ -156,7 +156,7 @@ class SegmentFile:
 
     @classmethod
     def open(cls, folder: Path, entry: SegmentEntry) -> SegmentFile:
-        """Open a segment that the manifest names.
+        """Open a segment in the manifest.
 
         Raises:
             StoreCorruptError: its file is not what the manifest records. StoreError: it cannot be read at the moment.
@@ -173,7 +173,7 @@ class SegmentFile:
             return self._connection.execute(sql, arguments).fetchall()
 
     def select(self, columns: str, key: str, values: Sequence[object]) -> Iterator[Any]:
-        """Yield ``columns`` of the rows whose ``key`` is one of ``values``."""
+        """Yield ``columns`` of the rows with ``key`` in ``values``."""
         for start in range(0, len(values), _ROWS_PER_QUERY):
             some = values[start : start + _ROWS_PER_QUERY]
             marks = ",".join("?" * len(some))
@@ -193,7 +193,7 @@ class SegmentFile:
         return bool(self.query("SELECT 1 FROM main.sqlite_master WHERE name = 'word_counts'"))
 
     def words(self) -> WordIndex:
-        """Return the word index; of a file without one, an index in memory that the first call creates."""
+        """Return the word index; for a file without one, an in-memory index made at the first call."""
         with self._opening_words:
             if self._words is None:
                 schema = "main" if self.has_words else "temp"
@@ -213,13 +213,13 @@ class SegmentFile:
                 bar.move_to(number)
 
     def ids(self) -> Ids:
-        """Return the internal ids of its documents, deleted or not, ascending. Read once."""
+        """Return the internal ids of all documents, deleted or not, ascending. Read once."""
         if self._ids is None:
             self._ids = np.array([row[0] for row in self.scan("0")], np.int64)
         return self._ids
 
     def columns(self, fields: Iterable[str]) -> Mapping[str, Column]:
-        """Return fields of its documents' metadata, and maybe others. Each is read once, when first asked for."""
+        """Return metadata fields of its documents, each read once at first use."""
         with self._reading_columns:
             new = {field for field in fields if field not in self._columns}
             if new:
@@ -228,7 +228,7 @@ class SegmentFile:
 
     @contextmanager
     def _reading(self) -> Iterator[None]:
-        """Say what is wrong. Damage is another SHA-256: SQLite calls damaged what it cannot read, too."""
+        """Convert errors of SQLite. A file is damaged only if its SHA-256 differs."""
         try:
             yield
         except sqlite3.ProgrammingError as error:
@@ -240,7 +240,7 @@ class SegmentFile:
 
 
 class DocumentTable:
-    """All documents of one generation. Immutable."""
+    """All documents of one generation of the store. Immutable."""
 
     def __init__(self, segments: Sequence[tuple[SegmentEntry, SegmentFile]] = ()) -> None:
         self.segments = tuple(segments)
@@ -276,7 +276,7 @@ class DocumentTable:
         return found
 
     def read(self, internal_ids: Sequence[int]) -> dict[int, Document]:
-        """Return documents by internal id. Ids that were never stored are left out."""
+        """Return documents by internal id, without ids that were never stored."""
         return {
             internal_id: Document(doc_id, text, json.loads(metadata))
             for internal_id, doc_id, text, metadata in self._select("doc_id, text, metadata", internal_ids)
@@ -315,7 +315,7 @@ class DocumentTable:
         return float(lengths.mean()) or 1.0
 
     def selected(self, where: Where) -> Selection:
-        """Return the documents that a filter accepts. Those of the last filters are remembered."""
+        """Return the documents that a filter accepts. Cached for recent filters."""
         key = repr(where)  # 1, 1.0 and True are equal
         with self._counting:
             found = self._selections.pop(key, None)
@@ -343,7 +343,7 @@ class DocumentTable:
         return kinds
 
     def fields(self) -> set[str]:
-        """Return the fields that some document's metadata has. Reads all of it."""
+        """Return all metadata fields of the documents. Reads all metadata."""
         return {field for _, (metadata,) in self._live("metadata") for field in json.loads(metadata)}
 
     def doc_ids(self) -> Iterator[DocId]:
@@ -383,7 +383,7 @@ class DocumentTable:
 
 
 def segments_to_keep(entries: Sequence[SegmentEntry], num_new: int) -> int:
-    """Return how many leading segments stay as they are when ``num_new`` rows are written.
+    """Return the number of leading segments that stay unchanged when ``num_new`` rows are written.
 
     The others are merged into the new one: each that is not more than twice as long as what follows it, and all from
     the first on that is mostly deleted.

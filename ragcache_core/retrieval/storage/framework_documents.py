@@ -1,4 +1,4 @@
-"""Documents of LangChain and LlamaIndex as core documents. The frameworks are not imported."""
+"""Convert documents of LangChain and LlamaIndex to core documents, without importing the frameworks."""
 
 from __future__ import annotations
 
@@ -86,18 +86,18 @@ def as_documents(documents: Iterable[AnyDocument]) -> list[Document]:
 
 
 def content_id(text: str, metadata: Mapping[str, Any] | None = None) -> DocId:
-    """Return the id of a document that came without one: the same content has the same id."""
+    """Return an id for a document without one: a hash of its content."""
     content = text + json.dumps(metadata, sort_keys=True, default=str) if metadata else text
     return f"text-{hashlib.sha256(content.encode('utf-8', 'surrogatepass')).hexdigest()[:24]}"
 
 
 def plain_text(text: str) -> str:
-    """Return a text without what a store refuses: NUL characters are removed, lone surrogates replaced."""
+    """Return a text that a store accepts: NUL characters removed, lone surrogates replaced."""
     return text.replace("\0", "").encode("utf-8", "replace").decode()
 
 
 def plain_metadata(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """Return metadata as JSON has it: dates and times in ISO format, infinite numbers and NaN as ``None``."""
+    """Return metadata as JSON values: dates and times in ISO format, infinite numbers and NaN as ``None``."""
     try:
         return {str(key): _plain(value) for key, value in metadata.items()}
     except RecursionError:  # the store refuses it, and names the document
@@ -107,7 +107,7 @@ def plain_metadata(metadata: Mapping[str, Any]) -> dict[str, Any]:
 def put_nonblank(
     store: _Store, documents: Sequence[Document], *, embeddings: Sequence[Any] | None = None, **settings: Any
 ) -> None:
-    """Store those documents that have a text, of several with one id the last, and warn of the others once.
+    """Store documents that have a text, the last of several with one id, and warn once about the others.
 
     A blank document also removes the stored document with its id: blank is its newest version.
 

@@ -1,4 +1,4 @@
-"""The manifest: which files make up a store, and what they must hash to.
+"""The manifest: the files of a store with their hashes.
 
 A store is a folder of immutable files and one ``manifest.json`` that names them. A change writes new files beside the
 old ones, flushes them to the disk, and replaces the manifest last; that replacement is the commit. A crash before it
@@ -70,7 +70,7 @@ class SegmentEntry:
 
 @dataclass(frozen=True, slots=True)
 class IndexEntry:
-    """A saved Faiss index. It may lag behind the segments: what they hold more or less is applied when it is read."""
+    """A saved Faiss index. It may lag behind the segments; the differences are applied when it is loaded."""
 
     file: FileEntry
     layout: str
@@ -141,7 +141,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Commit ``manifest``. Atomic: when this raises, the previous one is in place.
+    """Commit ``manifest`` atomically: on an exception the previous one stays.
 
     Raises:
         StoreFullError, StoreError
@@ -161,7 +161,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 
 
 def write_file(folder: Path, name: str, write: Callable[[Callable[[Any], object]], None]) -> FileEntry:
-    """Write a new file through ``write(append)``, flush it to the disk, and return its entry.
+    """Write a new file through ``write(append)``, flush it to disk, and return its entry.
 
     Raises:
         StoreFullError, StoreError
@@ -185,7 +185,7 @@ def write_file(folder: Path, name: str, write: Callable[[Callable[[Any], object]
 
 
 def flush_file(folder: Path, name: str) -> FileEntry:
-    """Flush a file that another library wrote to the disk, and return its entry."""
+    """Flush a file of another library to disk, and return its entry."""
     digest, num_bytes = hashlib.sha256(), 0
     with saving(folder), (folder / name).open("rb") as file:
         os.fsync(file.fileno())
@@ -219,7 +219,7 @@ def verify_file(folder: Path, entry: FileEntry, cure: str) -> Path:
 
 
 def read_error(path: Path, error: Exception) -> StoreError:
-    """Return what to raise when a file cannot be read, which says nothing of what is in it."""
+    """Return the error for a file that cannot be read, which does not mean that it is damaged."""
     reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
     return StoreError(
         f"{path} cannot be read ({reason}): see to that disk, to the rights on the file and to the limit of open "
@@ -228,7 +228,7 @@ def read_error(path: Path, error: Exception) -> StoreError:
 
 
 def sweep(folder: Path, manifest: Manifest) -> None:
-    """Remove the store's files that ``manifest`` does not name: older generations, and what a crash left."""
+    """Remove files of the store that ``manifest`` does not name: older generations and remains of a crash."""
     named = {entry.name for entry in manifest.files()}
     for path in folder.iterdir():
         if _OUR_FILE.fullmatch(path.name) and path.name not in named:
@@ -237,7 +237,7 @@ def sweep(folder: Path, manifest: Manifest) -> None:
 
 @contextmanager
 def saving(folder: Path) -> Iterator[None]:
-    """Turn what can go wrong while saving into one error; what was stored before is intact."""
+    """Convert errors during saving to one error; stored data is intact."""
     try:
         yield
     except OSError as error:
@@ -249,7 +249,7 @@ def saving(folder: Path) -> Iterator[None]:
 
 
 def lock_folder(folder: Path) -> filelock.BaseFileLock:
-    """Return the lock of the one writer, held, to whose user alone the store's files belong from now on.
+    """Return the held lock of the single writer, and make the store's files private to this user.
 
     The system frees it when the process dies.
 
@@ -272,7 +272,7 @@ def lock_folder(folder: Path) -> filelock.BaseFileLock:
 
 
 def make_folder(folder: Path) -> None:
-    """Make a folder for its owner alone, and its parents, and flush their names to the disk.
+    """Make a folder for its owner alone, with its parents, and flush them to disk.
 
     Raises:
         StoreFullError, StoreError
@@ -286,7 +286,7 @@ def make_folder(folder: Path) -> None:
 
 
 def flush_folder(folder: Path) -> None:
-    """Flush the names of a folder's files to the disk."""
+    """Flush a folder's file names to disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

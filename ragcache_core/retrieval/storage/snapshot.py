@@ -1,4 +1,4 @@
-"""One published state of a store, and how it is read from the store's files."""
+"""One published state of a store, loaded from its files."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _PAUSE_S = 0.005
 
 @dataclass(frozen=True, slots=True)
 class StoreStats:
-    """What a store holds. ``index_layout`` is ``flat`` while there are too few documents to train ``ivf``."""
+    """Statistics of a store. ``index_layout`` is ``flat`` while there are too few documents to train ``ivf``."""
 
     num_documents: int
     dimension: int | None
@@ -39,7 +39,7 @@ class StoreStats:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """Documents, index and embedder of one generation. Immutable: a search keeps the one it began with."""
+    """Documents, index and embedder of one generation. Immutable; a search uses one until its end."""
 
     manifest: Manifest
     documents: DocumentTable
@@ -49,7 +49,7 @@ class Snapshot:
     """Changes that the saved index lacks; they are made up for when it is read."""
 
     def stats(self) -> StoreStats:
-        """Return what the store holds."""
+        """Return the statistics of the store."""
         manifest = self.manifest
         return StoreStats(
             num_documents=len(self.documents),
@@ -65,14 +65,14 @@ class Snapshot:
 
     @property
     def squared_length(self) -> float:
-        """The inner product of a typical stored vector with itself; 1 where words count, whose scores are cosines."""
+        """Inner product of a typical stored vector with itself; 1 with ``word_weight``, whose scores are cosines."""
         return 1.0 if self.manifest.options.word_weight else self.documents.squared_length
 
 
 def load_snapshot(
     folder: Path, choose_embedder: Callable[[Manifest], Embedder], rebuild_index: bool = False
 ) -> Snapshot:
-    """Return the state on disk. A writer may replace it meanwhile: then the newer one.
+    """Return the state on disk; a newer one if a writer replaces it meanwhile.
 
     Raises:
         StoreNotFoundError, StoreCorruptError, StoreVersionError, EmbedderMismatchError
@@ -100,12 +100,12 @@ def load_snapshot(
                 raise
             failed = manifest.generation
             if time.monotonic() > deadline and read_manifest(folder).generation != failed:
-                raise StoreError(f"{folder} is being changed too fast: try again") from error
+                raise StoreError(f"{folder} changed repeatedly while it was opened: try again") from error
             time.sleep(_PAUSE_S)
 
 
 def match_embedder(folder: Path, manifest: Manifest, given: Embedder | None) -> Embedder:
-    """Return the embedder of a store: the one that was saved in it, or the one ``given``.
+    """Return the embedder of a store: the saved one, or the one ``given``.
 
     Raises:
         EmbedderMismatchError: another embedder than the store's, or none where one is needed.
@@ -152,6 +152,6 @@ def _known_embedder(name: str, dimension: int | None) -> Embedder | None:
 
 
 def _is_same_state(a: TrainableEmbedder, b: TrainableEmbedder) -> bool:
-    """Return whether two fitted embedders have learnt the same."""
+    """Return whether two fitted embedders have the same state."""
     first, second = a.state(), b.state()
     return first.keys() == second.keys() and all(np.array_equal(first[key], second[key]) for key in first)

@@ -1,4 +1,4 @@
-"""How a store changes: new files beside the old ones, the manifest last."""
+"""Change a store: write new files beside the old ones, then the manifest."""
 
 from __future__ import annotations
 
@@ -49,19 +49,19 @@ logger = logger_of(__name__)
 
 
 class Writer:
-    """Makes the next snapshot of a store from the last. The store lets one thread at a time in."""
+    """Makes the next snapshot of a store. The store admits one thread at a time."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
     def begin(self, manifest: Manifest, embedder: Embedder) -> None:
-        """Save an empty store; with it an embedder that was fitted before."""
+        """Save an empty store, with the embedder if it is fitted."""
         if isinstance(embedder, TrainableEmbedder) and embedder.is_fitted:
             manifest = replace(manifest, embedder_state=self._save_embedder(manifest, embedder))
         write_manifest(self._folder, manifest)
 
     def adopt(self, snapshot: Snapshot) -> Snapshot:
-        """Return the snapshot found on disk without remains of a crash, in this format, and with its index saved."""
+        """Return the snapshot on disk without remains of a crash, in the present format, with its index saved."""
         sweep(self._folder, read_manifest(self._folder))
         snapshot = self._with_words(snapshot)
         return self.save_index(snapshot) if snapshot.manifest.index is None else snapshot
@@ -76,7 +76,7 @@ class Writer:
         progress: bool | Progress,
         batch_size: int,
     ) -> Snapshot:
-        """Return the snapshot with ``batch`` added, saved."""
+        """Save and return the snapshot with ``batch`` added."""
         metadata = check_documents(batch)
         doc_ids = [document.doc_id for document in batch]
         taken = snapshot.documents.find(doc_ids)
@@ -104,7 +104,7 @@ class Writer:
             return self._commit(snapshot, changed, documents, index, embedder, len(gone) + len(batch))
 
     def delete(self, snapshot: Snapshot, internal_ids: Iterable[int]) -> Snapshot:
-        """Return the snapshot without those documents, saved."""
+        """Save and return the snapshot without those documents."""
         gone = np.array(sorted(internal_ids), np.int64)
         changed = snapshot.manifest.changed()
         documents = snapshot.documents.without(gone)
@@ -128,7 +128,7 @@ class Writer:
         return replace(snapshot, manifest=changed, num_unsaved=0)
 
     def _with_words(self, snapshot: Snapshot) -> Snapshot:
-        """Return the snapshot with a word index in each segment; a store of format 2 is written again for that."""
+        """Return the snapshot with a word index in each segment; this rewrites a store of format 2."""
         changed, documents = snapshot.manifest.changed(), snapshot.documents
         if not changed.options.word_weight or all(file.has_words for _, file in documents.segments):
             return snapshot
@@ -191,7 +191,7 @@ class Writer:
         return Snapshot(changed, documents, index, embedder, num_unsaved)
 
     def _is_worth_saving(self, changed: Manifest, index: StagedIndex, num_unsaved: int) -> bool:
-        """A lagging index costs time at the next ``open``, a saved one costs time now."""
+        """Return whether to save the index: a lagging one costs time at the next ``open``, saving costs time now."""
         num_bytes = len(index) * (changed.dimension or 0) * 4
         if changed.index is None or num_bytes <= _SMALL_INDEX_BYTES or index.trained_on != changed.index.trained_on:
             return True
@@ -206,7 +206,7 @@ class Writer:
 
 
 class _Appending:
-    """A file for ``numpy.savez`` that cannot be sought."""
+    """A file for ``numpy.savez`` without seeking."""
 
     def __init__(self, append: Callable[[Any], object]) -> None:
         self._append = append
@@ -224,7 +224,7 @@ class _Appending:
 
 @contextmanager
 def _cleaning_up(folder: Path) -> Iterator[None]:
-    """Sweep up half-written files when a change fails."""
+    """Remove half-written files if a change fails."""
     try:
         yield
     except BaseException:
@@ -238,7 +238,7 @@ def _cleaning_up(folder: Path) -> Iterator[None]:
 
 
 def _next_index(before: Snapshot, documents: DocumentTable, gone: Ids, ids: Ids, rows: Vectors) -> StagedIndex | None:
-    """Return the index without ``gone`` and with ``ids``; a rebuilt one where that is better, or the only way."""
+    """Return the index without ``gone`` and with ``ids``, updated or rebuilt."""
     index, options = before.index, before.manifest.options
     if not len(documents):
         return None
@@ -292,7 +292,7 @@ def _embedded(
 
 @contextmanager
 def _reporting(progress: bool | Progress, total: int) -> Iterator[Callable[[int], object]]:
-    """Yield what is told how many steps of ``total`` are done."""
+    """Yield a callback for the number of finished steps of ``total``."""
     if callable(progress):
         yield lambda num_done: progress(num_done, total)
     elif progress:

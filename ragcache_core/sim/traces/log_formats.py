@@ -1,4 +1,4 @@
-"""Read a line of a log of retrievals: of a vLLM server, of LangChain's runs, of plain lists, or of a published trace.
+"""Parse a line of a retrieval log: of vLLM, LangChain, plain lists, or a published trace.
 
 A line that is about something else yields nothing; one that is about a retrieval and broken is a ValueError.
 """
@@ -37,7 +37,7 @@ _CHARS_PER_TOKEN = 4.0
 
 @dataclass(frozen=True, slots=True)
 class Retrieval:
-    """What a log says of one request; what it does not say is None. ``time_s`` counts from wherever the log counts.
+    """The fields of one request in a log; ``None`` if missing. ``time_s`` has the log's own origin.
 
     ``doc_estimates`` are the documents' lengths by their texts, and so is the question's where nothing else tells it;
     ``trace_id`` is what it has in common with the run that answered. Where ``prompt_tokens`` are known and the
@@ -57,7 +57,7 @@ class Retrieval:
 
 @dataclass(frozen=True, slots=True)
 class LoggedAnswer:
-    """How long a model's answer was, and which runs it belongs to. ``time_s`` is the time of its request."""
+    """The length of a model's answer, and its runs. ``time_s`` is the time of its request."""
 
     time_s: float
     trace_id: str | None
@@ -65,12 +65,12 @@ class LoggedAnswer:
 
 
 def estimated_tokens(text: object) -> int | None:
-    """Return about how many tokens a text has, at 4 characters each; None if it is none."""
+    """Return the estimated number of tokens of a text, at 4 characters each; ``None`` for another value."""
     return max(round(len(text) / _CHARS_PER_TOKEN), 1) if isinstance(text, str) and text else None
 
 
 def format_of(row: Row) -> LogFormat | None:
-    """Return whose log a line is from, or None if it does not tell."""
+    """Return the format of a line; ``None`` if unknown."""
     if _kv_transfer_params(row) is not None:
         return "vllm"
     if "run_type" in row or "child_runs" in row:
@@ -79,7 +79,7 @@ def format_of(row: Row) -> LogFormat | None:
 
 
 def vllm_retrievals(row: Row) -> Iterator[Retrieval]:
-    """Yield the request of a line, wherever in it ``kv_transfer_params`` with documents are, or the body that has them.
+    """Yield the request of a line, from the ``kv_transfer_params`` with documents at any depth.
 
     Lengths are those of the documents' spans; the question is what follows the last, where the prompt's length is
     known from its token ids or the usage.
@@ -108,7 +108,7 @@ def vllm_retrievals(row: Row) -> Iterator[Retrieval]:
 
 
 def langchain_retrievals(row: Row) -> Iterator[Retrieval | LoggedAnswer]:
-    """Yield every retriever's and model's run of a line: a run, or a tree of them, as tracers and LangSmith export it.
+    """Yield the retriever and model runs of a line: a run, or a tree of runs, as LangSmith exports it.
 
     A document is known by its id, else by its metadata (an id, or its source and the place in it), else by its text.
     """
@@ -116,7 +116,7 @@ def langchain_retrievals(row: Row) -> Iterator[Retrieval | LoggedAnswer]:
 
 
 def plain_retrievals(row: Row) -> Iterator[Retrieval]:
-    """Yield the request of a line with a time and a list of documents: ids, or objects that have one."""
+    """Yield the request of a line with a time and a list of documents: ids, or objects with an id."""
     documents = _first(row, _DOCS)
     if documents is None:
         return
@@ -139,7 +139,7 @@ def plain_retrievals(row: Row) -> Iterator[Retrieval]:
 
 
 def question_of(row: Row) -> tuple[float | None, str] | None:
-    """Return the time of a line's question, None without one, and the question; None if it has none."""
+    """Return time and question of a line, each ``None`` if missing."""
     question = _first(row, _QUESTIONS)
     if not isinstance(question, str) or not question.strip():
         return None
@@ -186,7 +186,7 @@ def _runs(run: Row, root: Row, depth: int) -> Iterator[Retrieval | LoggedAnswer]
 
 
 def _answer_tokens(run: Row) -> int | None:
-    """Return how long the answer of a model's run was: as counted, else by its text."""
+    """Return the length of a model's answer in tokens: counted, or estimated from its text."""
     outputs = run.get("outputs")
     for place in ("usage_metadata", "token_usage", "usage"):
         if isinstance(found := _search(_listed(outputs), place), Mapping):
@@ -198,7 +198,7 @@ def _answer_tokens(run: Row) -> int | None:
 
 
 def _listed(value: object, depth: int = 0) -> object:
-    """Return JSON with its lists as mappings, for a search of names."""
+    """Return JSON with lists as mappings, to search for names."""
     if isinstance(value, list) and depth <= _MAX_DEPTH:
         return {str(i): _listed(inner, depth + 1) for i, inner in enumerate(value)}
     if isinstance(value, Mapping) and depth <= _MAX_DEPTH:
@@ -233,7 +233,7 @@ def _kv_transfer_params(row: Row) -> Row | None:
 
 
 def _search(value: object, key: str, depth: int = 0) -> object:
-    """Return the value of ``key`` at any depth of a line; a body that a proxy logged as text is parsed."""
+    """Return the value of ``key`` at any depth of a line; a body logged as text is parsed."""
     if isinstance(value, str) and depth and value.startswith("{") and f'"{key}"' in value:
         try:
             value = json.loads(value)
@@ -263,7 +263,7 @@ def _count(row: Row, names: tuple[str, ...]) -> int | None:
 
 
 def _tokens(row: Row, names: tuple[str, ...]) -> int | None:
-    """Return the count that a line gives for the question or the answer; one that is none is not made up for."""
+    """Return a line's token count of question or answer; ``None`` if invalid."""
     name = next((name for name in names if row.get(name) is not None), None)
     if name is None:
         return None
@@ -287,7 +287,7 @@ def _time_s(row: Row) -> float:
 
 
 def seconds_of(value: object) -> float:
-    """Return the seconds of a time: since whenever, since 1970 in whatever unit, or a date.
+    """Return a time in seconds: relative, since 1970 in any unit, or a date.
 
     Raises:
         ValueError: it is none.
@@ -319,7 +319,7 @@ _RAGPULSE_LENGTHS: Final = {"2_passages.jsonl": "passage_id", "5_web_search.json
 
 
 def published_format_of(row: Row) -> PublishedFormat | None:
-    """Return which published trace a line is from, or None if it does not tell."""
+    """Return the published trace of a line; ``None`` if unknown."""
     if isinstance(hashes := row.get("hash_ids"), Mapping) and "passages_ids" in hashes:
         return "ragpulse"
     if hashes is not None:
@@ -328,12 +328,12 @@ def published_format_of(row: Row) -> PublishedFormat | None:
 
 
 def is_table(first_line: bytes) -> bool:
-    """Return whether a file's first line is the head of a published trace of comma-separated values."""
+    """Return whether a file's first line is the header of a published CSV trace."""
     return not first_line.startswith(b"{") and any(column.encode() in first_line for column in _TABLES)
 
 
 def lengths_beside(trace: Path) -> dict[str, int]:
-    """Return the tokens of RAGPulse's passages and web pages, by their ids, from the files beside its trace.
+    """Return the tokens of RAGPulse's passages and web pages by id, from the files beside its trace.
 
     Raises:
         ValueError: a line of them is broken. OSError: one cannot be read.
@@ -377,7 +377,7 @@ def _of_blocks(row: Row, block_size: int, time_s: float) -> Retrieval:
 
 
 def _ragpulse(row: Row) -> Iterator[Retrieval]:
-    """flashserve/RAGPulse, 2025: seconds, passages and pages of the web by their ids; lengths are in other files."""
+    """flashserve/RAGPulse, 2025: seconds, ids of passages and web pages; lengths are in other files."""
     hashes = row.get("hash_ids")
     found = [hashes.get(name) for name in ("passages_ids", "web_search")] if isinstance(hashes, Mapping) else [None]
     doc_ids: list[str] = []
@@ -392,12 +392,12 @@ def _ragpulse(row: Row) -> Iterator[Retrieval]:
 
 
 def _azure(row: Row) -> Iterator[Retrieval]:
-    """Azure/AzurePublicDataset, LLM inference 2023 and 2024: a date, tokens of prompt and answer."""
+    """Azure/AzurePublicDataset, LLM inference 2023 and 2024: date, prompt and answer tokens."""
     yield _of_lengths(row, "TIMESTAMP", "ContextTokens", "GeneratedTokens")
 
 
 def _burst(row: Row) -> Iterator[Retrieval]:
-    """HPMLL/BurstGPT: seconds, tokens of prompt and answer; one that failed has an answer of none."""
+    """HPMLL/BurstGPT: seconds, prompt and answer tokens; a failed request has an empty answer."""
     yield _of_lengths(row, "Timestamp", "Request tokens", "Response tokens")
 
 

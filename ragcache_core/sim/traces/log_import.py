@@ -1,4 +1,4 @@
-"""Make a trace of a log of retrieved documents, or of a published trace; read the questions of a log."""
+"""Convert a log of retrieved documents, or a published trace, to a trace; read the questions of a log."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _READERS: Mapping[str, _Reader] = dict[str, _Reader]((*READERS.items(), *PUBLISH
 
 @dataclass(frozen=True, slots=True)
 class Assumptions:
-    """What holds where a log does not say: a document's length by its id, else of all, the question's, the answer's.
+    """Defaults for missing lengths: of documents by id or of all, of questions, of answers.
 
     A document whose text the log has is as long as that says, unless its length is known by its id.
 
@@ -58,7 +58,7 @@ class Assumptions:
 
 @dataclass(frozen=True, slots=True)
 class ImportedLog:
-    """A log's trace, whose format it had, and how many of its lines were about something else or speculative.
+    """The trace of a log, its format, and the number of its unrelated and speculative lines.
 
     ``num_estimated`` lengths of documents were taken from their texts, at 4 characters a token.
     """
@@ -71,7 +71,7 @@ class ImportedLog:
 
 
 def import_log(path: Path | str, assumed: Assumptions, log_format: ImportedFormat | None = None) -> ImportedLog:
-    """Return the trace of a log, JSON lines or a published table, its requests sorted by time, the first at 0.
+    """Return the trace of a log (JSON lines or a published table), sorted by time from 0 on.
 
     Without ``log_format`` the first line that tells decides. A name that ends in ``.gz`` is unpacked.
 
@@ -124,7 +124,7 @@ def import_log(path: Path | str, assumed: Assumptions, log_format: ImportedForma
 
 
 def read_lengths(path: Path | str) -> dict[str, int]:
-    """Return the lengths of documents by their ids, from a file that holds one JSON object: ``{"d17": 1904}``.
+    """Return document lengths by id from a JSON file: ``{"d17": 1904}``.
 
     Raises:
         TraceError: it cannot be read, or a length is none.
@@ -148,7 +148,7 @@ def read_lengths(path: Path | str) -> dict[str, int]:
 
 
 def read_questions(path: Path | str) -> list[tuple[float, str]]:
-    """Return the time of each question of a log, in seconds from the first on, and its text.
+    """Return each question of a log with its time in seconds since the first.
 
     A line that begins with ``{`` is a JSON object whose ``question`` (``query``, ``input``, ``prompt``) it is, and
     which may have a time; one without a question is passed over. Where one has no time, all are taken to be far apart.
@@ -175,7 +175,7 @@ def read_questions(path: Path | str) -> list[tuple[float, str]]:
 
 
 def _with_lengths_beside(path: Path, assumed: Assumptions) -> Assumptions:
-    """Return ``assumed`` with the lengths from the files of RAGPulse's trace, where there are no others."""
+    """Return ``assumed`` with lengths from RAGPulse's files, if there are no others."""
     try:
         beside = lengths_beside(path)
     except FileNotFoundError:

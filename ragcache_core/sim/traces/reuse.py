@@ -1,4 +1,4 @@
-"""What a trace is like in numbers, and how its documents come again: when, where in the prompt, with which others."""
+"""Statistics of a trace: sizes, and how documents recur in time, position and combination."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _POSITIONS = 8
 
 @dataclass(frozen=True, slots=True)
 class TraceSummary:
-    """Counts and means of a trace; tokens of documents are means over what is retrieved.
+    """Counts and means of a trace; document tokens are averaged over retrievals.
 
     ``top_share`` is what part of all retrievals are of the most popular 3 % of the documents that are retrieved at
     all. ``repeated_retrievals`` is how many are of a document that an earlier request retrieved, and
@@ -54,7 +54,7 @@ class TraceSummary:
 
 
 def summarize(trace: Trace) -> TraceSummary:
-    """Return what ``trace`` is like.
+    """Return the statistics of ``trace``.
 
     Raises:
         ConfigError: it is empty.
@@ -91,7 +91,7 @@ def summarize(trace: Trace) -> TraceSummary:
 
 
 def popularity_share(trace: Trace, top: float, num_documents: int | None = None) -> float:
-    """Return what part of all retrievals are of the ``top`` share of the documents.
+    """Return the share of retrievals that the ``top`` share of documents gets.
 
     Those are the documents of the trace, or of a corpus of ``num_documents``.
     """
@@ -101,7 +101,7 @@ def popularity_share(trace: Trace, top: float, num_documents: int | None = None)
 
 
 def _num_prefixes(trace: Trace) -> int:
-    """Return how many different beginnings requests have: nodes of the tree that holds all of them."""
+    """Return the number of distinct prefixes: nodes of the tree of all requests."""
     numbers: dict[tuple[int, int], int] = {}
     docs, first = trace.docs.tolist(), trace.first.tolist()
     for start, end in pairwise(first):
@@ -113,7 +113,7 @@ def _num_prefixes(trace: Trace) -> int:
 
 @dataclass(frozen=True, slots=True)
 class PositionReuse:
-    """Of the documents at one position (the first is 1), the shares that an earlier request retrieved.
+    """Share of documents at one position (the first is 1) that an earlier request retrieved.
 
     ``anywhere``: at any position; ``same_prefix``: after the same documents in the same order, so that an exact
     prefix cache can hit it, and chunk reuse what is missing to ``anywhere``.
@@ -127,7 +127,7 @@ class PositionReuse:
 
 @dataclass(frozen=True, slots=True)
 class TraceReuse:
-    """What papers draw of a trace (RAGCache's Figures 3 and 5, Cache-Craft's 1, 3, 5, 6 and 8a).
+    """The papers' statistics of a trace (RAGCache's Figures 3 and 5, Cache-Craft's 1, 3, 5, 6 and 8a).
 
     Attributes:
         top_documents: pairs of a share of the documents that are retrieved at all, the most popular first, and the
@@ -169,7 +169,7 @@ class TraceReuse:
 
 
 def reuse_of(trace: Trace) -> TraceReuse:
-    """Return how the documents of ``trace`` come again."""
+    """Return how the documents of ``trace`` recur."""
     counts = _count(trace)
     is_prefix, known = counts.is_prefix, np.asarray(counts.known)
     position = np.arange(len(trace.docs)) - np.repeat(trace.first[:-1], np.diff(trace.first))
@@ -207,7 +207,7 @@ def reuse_of(trace: Trace) -> TraceReuse:
 
 @dataclass(slots=True)
 class _Counts:
-    """What is counted of a trace, request by request.
+    """Counts over a trace, request by request.
 
     ``is_prefix``: which retrievals follow the same documents as an earlier one; ``known``: of each request with
     documents the share that came before; ``num_sources``: from how many requests those of two or more last came, if all
@@ -252,7 +252,7 @@ def _count(trace: Trace) -> _Counts:
 
 
 def _since_last(trace: Trace) -> npt.NDArray[np.float64]:
-    """Return the seconds since each retrieval's document was last retrieved; infinite for the first time."""
+    """Return the seconds since each document's previous retrieval; infinite for the first."""
     times = np.repeat(trace.arrival_s, np.diff(trace.first))
     order = np.argsort(trace.docs, kind="stable")
     since_s = np.full(len(order), math.inf)
@@ -269,7 +269,7 @@ def _top_shares(counts: npt.NDArray[np.int64]) -> tuple[tuple[float, float], ...
 
 
 def _shares_of(numbers: Sequence[int]) -> tuple[tuple[int, float], ...]:
-    """Return how often each number is there, the eighth's place for all that are as large or larger."""
+    """Return the frequency of each number; the eighth entry is for 8 and more."""
     counts = Counter(min(number, _POSITIONS) for number in numbers)
     return tuple((number, count / counts.total()) for number, count in sorted(counts.items()))
 

@@ -1,4 +1,4 @@
-"""What requests arrive when, and which documents each retrieves: in columns, and as JSON lines.
+"""Traces: arrivals of requests and their retrieved documents, in columns and as JSON lines.
 
 One request a line; ``.gz`` at the end of a file's name packs it::
 
@@ -37,7 +37,7 @@ _BATCH = 8_192
 
 @dataclass(frozen=True, slots=True)
 class TracedRequest:
-    """A request: when it arrives, what it retrieves, best first, and how long everything is in tokens.
+    """A request: its arrival, its documents (best first), and all lengths in tokens.
 
     One of a ``conversation`` (its number; None: of none) begins with ``history_tokens`` of all its earlier turns:
     documents, questions and answers, which its line does not repeat.
@@ -52,7 +52,7 @@ class TracedRequest:
     history_tokens: int = 0
 
     def in_order(self, order: Sequence[int]) -> TracedRequest:
-        """Return the same request with its documents in another order, given as indices into them."""
+        """Return the request with its documents in another order, given as indices."""
         if all(i == index for i, index in enumerate(order)):
             return self
         return replace(
@@ -64,7 +64,7 @@ class TracedRequest:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Trace:
-    """Requests in the order of their arrival, in columns that are not to be changed.
+    """Requests in order of arrival, in read-only columns.
 
     Request ``i`` retrieves ``docs[first[i] : first[i + 1]]``, numbers of documents by their first appearance, whose
     ids are in ``doc_ids``. Shapes: arrival_s [n] float64, first [n + 1] int64, docs and doc_tokens [all retrieved]
@@ -123,7 +123,7 @@ class Trace:
 
     @property
     def requests_per_s(self) -> float:
-        """Return the mean rate, counted from the beginning of time; infinite where all arrive at once."""
+        """Return the mean rate since time 0; infinite if all arrive at once."""
         return len(self) / last_s if len(self) and (last_s := float(self.arrival_s[-1])) else math.inf
 
     def head(self, num_requests: int) -> Trace:
@@ -138,7 +138,7 @@ class Trace:
         )  # fmt: skip
 
     def with_rate(self, requests_per_s: float) -> Trace:
-        """Return the same requests, their times stretched so that this many arrive a second on average.
+        """Return the same requests with times scaled to this mean rate per second.
 
         Raises:
             ConfigError: the rate is not positive, or all requests arrive at once.
@@ -156,7 +156,7 @@ class Trace:
         )  # fmt: skip
 
     def document_tokens(self) -> npt.NDArray[np.int64]:
-        """Return the tokens of each request's documents: [n]."""
+        """Return the document tokens of each request: [n]."""
         ends = np.concatenate([[0], np.cumsum(self.doc_tokens, dtype=np.int64)])
         return np.diff(ends[self.first])
 
@@ -213,7 +213,7 @@ def read_trace(path: Path | str) -> Trace:
 
 
 def write_trace(trace: Trace, path: Path | str, *, progress: Callable[[int], object] | None = None) -> None:
-    """Write a file that :func:`read_trace` reads. Atomic: when this raises, what was there before still is.
+    """Write a file for :func:`read_trace`. Atomic: an exception leaves the former file.
 
     The same trace gives the same bytes. ``progress`` receives the number of requests written since its last call.
 
@@ -260,7 +260,7 @@ def write_lines(
 
 
 class _Columns:
-    """A trace that grows; what cannot be is refused with a ValueError that says what, and nothing is added."""
+    """A growing trace. An invalid request raises ValueError and adds nothing."""
 
     def __init__(self) -> None:
         self._arrival_s, self._first = array("d"), array("q", [0])
@@ -273,7 +273,7 @@ class _Columns:
         return len(self._arrival_s)
 
     def trace(self) -> Trace:
-        """Return what was added; nothing may be added any more."""
+        """Return the trace; nothing can be added afterwards."""
         docs, doc_tokens, question_tokens, output_tokens, conversation = (
             np.frombuffer(column, np.int32)
             for column in (
@@ -297,7 +297,7 @@ class _Columns:
 
 
 def parse_request(line: bytes) -> TracedRequest:
-    """Return what a line says, its numbers and ids unchecked.
+    """Return the fields of a line, without checks of numbers and ids.
 
     Raises:
         ValueError: it is no JSON object with the fields of a request.
@@ -327,7 +327,7 @@ def parse_request(line: bytes) -> TracedRequest:
 
 
 def check_request(request: TracedRequest, last_s: float) -> None:
-    """Refuse a request that cannot be, or arrives before ``last_s``.
+    """Reject an invalid request, or one that arrives before ``last_s``.
 
     Raises:
         ValueError: with the field, its value and what it must be.
@@ -359,7 +359,7 @@ def check_request(request: TracedRequest, last_s: float) -> None:
 
 
 def are_lengths(values: Sequence[object], least: int) -> bool:
-    """Return whether all values are whole numbers of tokens, ``least`` or more."""
+    """Return whether all values are whole numbers of at least ``least``."""
     if not values:
         return True
     if set(map(type, values)) != {int}:

@@ -1,4 +1,4 @@
-"""Seeded streams of requests with the published statistics of real ones: skewed, clustered, and with drift.
+"""Seeded request streams with the statistics of published workloads: skewed, clustered, and drifting.
 
 Documents lie on an axis of topics. A request is about one of them, its primary, drawn by popularity; what it retrieves
 are documents near by, ordered as a noisy retriever would, so that the primary mostly comes first and the same
@@ -43,7 +43,7 @@ _Floats = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Everything that shapes a trace, validated when it is made.
+    """The parameters of a trace, validated on creation.
 
     Popularity by rank is ``(rank + shift) ** -skew``. Lengths are lognormal; ``*_sigma`` is the deviation of their
     logarithm. ``length_correlation`` is that of a document's logarithmic length with the normal score of its
@@ -107,24 +107,24 @@ class Workload:
             )
 
     def talk(self) -> Talk:
-        """Return how its conversations go on."""
+        """Return the conversation parameters."""
         return Talk(self.goes_on, self.persistence, self.think_median_s, self.think_sigma, self.requests_per_s)
 
     def popularity(self) -> _Floats:
-        """Return the share of requests that the document of each rank is the primary of: [num_documents]."""
+        """Return the share of requests whose primary document has each rank: [num_documents]."""
         weights = np.power(np.arange(1, self.num_documents + 1, dtype=np.float64) + self.shift, -self.skew)
         shares: _Floats = weights / weights.sum()
         return shares
 
     def offsets(self) -> _Ints:
-        """Return where on the axis the documents are that may be retrieved, from the primary's place."""
+        """Return the axis positions of retrievable documents, relative to the primary's."""
         reach = max(_REACH, self.documents_per_request)
         if 2 * reach + 1 <= self.num_documents:
             return np.arange(-reach, reach + 1)
         return np.arange(self.num_documents) - self.num_documents // 2  # all of them, each once
 
     def spacing(self) -> float:
-        """Return the distance of neighbours on the axis with which the primary comes first as often as it should.
+        """Return the axis distance of neighbours for which the primary comes first as often as configured.
 
         That is a mean over requests: popular primaries are seldom beaten, others by any popular neighbour. Where no
         distance does it (few documents, or one far above all others), it is the one that comes nearest.
@@ -223,7 +223,7 @@ system prompt of 870 tokens that all share.
 
 
 class Retrievals(NamedTuple):
-    """What requests are about, and what they retrieve, best first: [n], [n, documents_per_request]."""
+    """The topics of requests, and their retrieved documents, best first: [n], [n, documents_per_request]."""
 
     primaries: _Ints
     docs: _Ints
@@ -232,7 +232,7 @@ class Retrievals(NamedTuple):
 def make_trace(
     workload: Workload, num_requests: int, seed: int, *, progress: Callable[[int], object] | None = None
 ) -> Trace:
-    """Return ``num_requests`` requests, the same for the same seed; a longer trace begins with the shorter.
+    """Return ``num_requests`` requests, deterministic by seed; a longer trace begins with the shorter.
 
     Documents are called ``d0``, ``d1``, ... by their place on the axis. ``progress`` receives the number of requests
     drawn since its last call.
@@ -272,7 +272,7 @@ def make_trace(
 
 
 def document_tokens(workload: Workload, seed: int) -> npt.NDArray[np.int32]:
-    """Return the lengths of all documents, whether a trace of that seed asks for them or not: [num_documents]."""
+    """Return the lengths of all documents for a seed: [num_documents]."""
     rngs = _Streams.of(seed)
     count, share = workload.num_documents, workload.length_correlation
     scores = rngs.lengths.normal(size=count)
@@ -288,7 +288,7 @@ def document_tokens(workload: Workload, seed: int) -> npt.NDArray[np.int32]:
 def draw_retrievals(
     workload: Workload, num_requests: int, seed: int, *, progress: Callable[[int], object] | None = None
 ) -> Retrievals:
-    """Return which documents the requests of :func:`make_trace` are about and retrieve, by their place on the axis."""
+    """Return topics and retrieved documents of the requests of :func:`make_trace`, by axis position."""
     rngs = _Streams.of(seed)
     axis = _Axis(workload, rngs)
     ranks = _draw_ranks(workload.popularity(), rngs.primaries, num_requests)
@@ -315,7 +315,7 @@ def draw_retrievals(
 
 
 class _Streams(NamedTuple):
-    """A source of chance for each column, so that none depends on how much the others take."""
+    """A random generator per column, so that columns are independent."""
 
     places: np.random.Generator
     lengths: np.random.Generator
@@ -334,7 +334,7 @@ class _Streams(NamedTuple):
 
 
 class _Axis:
-    """Where documents lie and how popular they are: which document has which rank changes with time."""
+    """Positions and popularity of documents; ranks change with time."""
 
     def __init__(self, workload: Workload, rngs: _Streams) -> None:
         self._workload = workload
@@ -346,7 +346,7 @@ class _Axis:
         self.log_popularity[self.by_rank] = self.log_of_rank
 
     def drift(self) -> None:
-        """Let some of the most popular documents swap their popularity."""
+        """Swap the popularity of some popular documents."""
         num_hot = min(self._workload.num_drifting, self._workload.num_documents)
         ranks = self._rng.choice(num_hot, size=int(num_hot * self._workload.drift_share), replace=False)
         self.by_rank[ranks] = self.by_rank[self._rng.permutation(ranks)]
@@ -354,7 +354,7 @@ class _Axis:
 
 
 def _sources(workload: Workload, num_requests: int, rngs: _Streams) -> _Ints:
-    """Return which earlier request each one's primary is that of; its own number, if it is about something new."""
+    """Return the earlier request whose topic each request repeats; its own number for a new topic."""
     numbers = np.arange(num_requests)
     back = rngs.sessions.random(num_requests) * np.minimum(numbers, workload.session_length)
     repeats = rngs.repeats.random(num_requests) < workload.repeat_share
@@ -371,7 +371,7 @@ def _draw_ranks(popularity: _Floats, rng: np.random.Generator, count: int) -> _I
 
 
 def _by_first_appearance(docs: _Ints) -> tuple[npt.NDArray[np.int32], _Ints]:
-    """Return each document's number by its first appearance, and the documents in that order."""
+    """Return each document's number by first appearance, and the documents in that order."""
     names, first, sorted_number = np.unique(docs, return_index=True, return_inverse=True)
     order = np.argsort(first)
     number_of = np.empty(len(names), np.int32)
@@ -385,7 +385,7 @@ def _whole(logarithms: _Floats, least: float, most: float) -> npt.NDArray[np.int
 
 @dataclass(frozen=True, slots=True)
 class Talk:
-    """How conversations go on, and how many requests of all of them come in a second; see :func:`turns_in_time`."""
+    """How conversations continue, and the rate of all their requests per second; see :func:`turns_in_time`."""
 
     goes_on: float
     persistence: float
@@ -399,7 +399,7 @@ Turn = tuple[float, int, int]
 
 
 def turns_in_time(talk: Talk, num_requests: int, rng: np.random.Generator) -> list[Turn]:
-    """Return the first ``num_requests`` turns of all conversations, sorted by time; fewer are the first of more.
+    """Return the first ``num_requests`` turns of all conversations by time; fewer are a prefix of more.
 
     Conversations begin as a Poisson process. After turn n, from 1 on, one goes on with the probability
     ``1 - (1 - goes_on) * n ** -persistence``: long conversations go on more often. Think times, from turn to turn, are
@@ -418,7 +418,7 @@ def _merged(talk: Talk, rng: np.random.Generator) -> Iterator[Turn]:
 
 
 def _conversations(talk: Talk, rng: np.random.Generator) -> Iterator[tuple[float, list[Turn]]]:
-    """Yield when each conversation begins, and its turns; they are drawn many at once, always as many."""
+    """Yield each conversation's start and turns, drawn in batches of fixed size."""
     number = np.arange(1, MAX_TURNS)
     goes_on = 1 - (1 - talk.goes_on) * number**-talk.persistence
     mean_turns = 1 + np.cumprod(goes_on).sum()

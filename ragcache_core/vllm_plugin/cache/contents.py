@@ -1,4 +1,4 @@
-"""The cache's contents by document: tiers, number of uses, and what reuse has saved.
+"""The cache's contents by document: tiers, uses, and seconds of compute saved.
 
 Both calls run in slices between steps (:mod:`.operator_calls`): a large tree delays no step::
 
@@ -25,7 +25,7 @@ MAX_PLACES: Final = 100
 
 @dataclass(frozen=True, slots=True)
 class ChunkHolding:
-    """What is kept of a document for reuse at any position: variants, their bytes by tier."""
+    """The cached versions of a document for chunk reuse, and their bytes by tier."""
 
     num_variants: int = 0
     num_host_bytes: int = 0
@@ -34,7 +34,7 @@ class ChunkHolding:
 
 @dataclass(slots=True)
 class _Held:
-    """What the tree has of one document, over all paths."""
+    """The blocks of one document in the tree, over all prefixes."""
 
     num_paths: int = 0
     num_tokens: int = 0
@@ -48,13 +48,13 @@ ChunkHoldings = Callable[[DocId], ChunkHolding | None]
 
 
 class Contents:
-    """Lists what is cached, and shows one document's paths.
+    """Lists the cached documents, and shows a document's prefixes.
 
     Args:
-        tree: knows what lies where.
-        block_bytes: of a block, by tier.
-        chunks: returns a function from a document to what is kept of it for reuse anywhere, if anything is.
-        pinned: the documents that are pinned.
+        tree: the knowledge tree.
+        block_bytes: bytes of a block, by tier.
+        chunks: returns a function from a document to its chunks for chunk reuse.
+        pinned: the pinned documents.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class Contents:
         self._pinned = pinned
 
     def list(self, sort: str, limit: int) -> Steps:
-        """Return the ``limit`` documents with most of what they are sorted by, each as it was when it was looked at."""
+        """Return the first ``limit`` documents in sort order, each as it was when it was read."""
         held: dict[DocId, _Held] = {}
         for node in self._tree.nodes():
             if not node.is_private:
@@ -94,7 +94,7 @@ class Contents:
     def _worth(
         self, sort: str, mine: _Held, chunk: ChunkHolding | None, block_bytes: Mapping[Tier, int]
     ) -> float | None:
-        """Return what a document is sorted by; None where nothing of it is here."""
+        """Return a document's sort value; ``None`` if it has no cached KV."""
         if mine.stored_s is None and chunk is None:
             return None
         if sort == "uses":
@@ -138,7 +138,7 @@ class Contents:
         }
 
     def show(self, doc_ids: Collection[DocId]) -> Steps:
-        """Return some documents as :meth:`list` does, each with its ``places``: behind what, and how much of it where.
+        """Return documents as :meth:`list` does, each with its ``places``: the prefixes, and the blocks by tier.
 
         Those that are not here are left out. It looks at the nodes of these documents alone.
         """
@@ -164,7 +164,7 @@ class Contents:
         return {"documents": here, "total": len(here)}
 
     def _count_at(self, node: TreeNode, doc_id: DocId, places: dict[TreeNode, _Held]) -> None:
-        """Count a node of a document at the path where the document begins, for at most ``MAX_PLACES`` paths."""
+        """Count a node of a document for the prefix where the document begins, up to ``MAX_PLACES`` prefixes."""
         first = node
         while not is_beginning(first, doc_id) and first.parent is not None:
             first = first.parent
@@ -186,6 +186,6 @@ def _shown_place(path: list[TreeNode], num_uses: int, place: _Held, block_bytes:
 
 
 def is_beginning(node: TreeNode, doc_id: DocId) -> bool:
-    """Return whether a document begins in ``node``, or goes on from the node above."""
+    """Return whether a document begins in ``node``, rather than continuing from its parent."""
     above = node.parent
     return above is None or (above.doc_id != doc_id and doc_id not in above.other_ids)

@@ -1,4 +1,4 @@
-"""The engine core's one knowledge tree, and the requests that pass it (the "RAG controller" of RAGCache §4).
+"""The knowledge tree of the engine core, and its requests (the "RAG controller" of RAGCache §4).
 
 It imports no vLLM and reads no clock: the scheduler, the block pool, the host policy and the disk tier, which all run
 on the scheduler's thread, call it when a request or a block changes its state.
@@ -50,7 +50,7 @@ _LONGEST_PERIOD_S = 60.0
 
 @dataclass(slots=True)
 class TierReport:
-    """The figures of a tier that the tree does not know.
+    """The statistics of a tier that the tree does not have.
 
     ``block_bytes`` are those of a block with its padding there, ``num_other_blocks`` those that it holds of windows and
     states. ``used_bytes`` returns what all take, where they differ in size.
@@ -64,65 +64,65 @@ class TierReport:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks that fit into it."""
+        """Number of blocks that fit into the tier."""
         return self.capacity_bytes // self.block_bytes
 
 
 class SharedStore(Protocol):
-    """What is reported of a store that several engines use."""
+    """Statistics of a store that several engines share."""
 
     @property
     def capacity_bytes(self) -> int:
-        """Bytes that this model's blocks may take there; 0 where this is not known."""
+        """Bytes that this model's blocks may take in the store; 0 if unknown."""
         ...
 
     @property
     def used_bytes(self) -> int:
-        """Bytes that they take, as far as known."""
+        """Bytes that this model's blocks take in the store, as far as known."""
         ...
 
     @property
     def num_evicted_blocks(self) -> int:
-        """Blocks that this engine has deleted there for others."""
+        """Blocks of others that this engine has evicted from the store."""
         ...
 
     @property
     def is_serving(self) -> bool:
-        """Whether it is asked now."""
+        """Whether the store is in use now."""
         ...
 
     @property
     def num_known_blocks(self) -> int:
-        """Blocks that this engine has put or found there."""
+        """Blocks that this engine has stored or found in the store."""
         ...
 
 
 class CacheController:
-    """Keeps the tree, and the one :class:`RequestState` of each request, in step with the engine core, and counts.
+    """Updates the tree and the :class:`RequestState` of each request with the engine core's events, and counts them.
 
     Args:
-        settings: what the engine was started with.
-        tokens_per_block: tokens that one key stands for.
-        prefill_cost: seconds of a prefill.
-        is_profiled: whether they were measured.
+        settings: the engine's settings.
+        tokens_per_block: tokens per block key.
+        prefill_cost: cost model of a prefill.
+        is_profiled: whether it was measured.
         tiers: GPU and host; :meth:`add_tier` adds a disk when its store is open.
         max_protected_units: blocks that are protected from eviction for queued requests.
-        has_room: whether a speculative request would be admitted at once; never by default.
-        chunks: which chunks are stored, with chunk reuse.
-        groups: the model's groups of KV caches; one by default.
-        now_s: the time, as :meth:`tick` takes it.
+        has_room: returns whether a speculative request would be admitted now; by default never.
+        chunks: the stored chunks, with chunk reuse.
+        groups: the model's KV cache groups; one by default.
+        now_s: the present time, as for :meth:`tick`.
 
     Attributes:
         is_profiled: whether the seconds of a prefill were measured.
-        queue: of real requests in vLLM's scheduler, by their ``request_id``.
-        last_step: the first and the last moment of the engine's last step.
+        queue: real requests in vLLM's scheduler, by ``request_id``.
+        last_step: begin and end of the engine's last step.
         forgetting: deletes documents from all holders of KV.
         pins: documents that are evicted last.
         hints: what requests say of the KV that they leave.
-        contents: lists what is cached.
-        shared: the store that this engine and others use, where there is one.
-        operator_calls: runs the calls that look at much of the tree, in slices.
-        leaving: the keys of chunks in host memory that are forgotten, and still copied from or to.
+        contents: lists the cached documents.
+        shared: the shared store, if there is one.
+        operator_calls: runs calls over much of the tree, in slices.
+        leaving: keys of deleted blocks in host memory that are still being copied.
     """
 
     def __init__(
@@ -201,7 +201,7 @@ class CacheController:
         self.contents = Contents(self.tree, self._block_bytes_by_tier, self._chunk_holdings, self.pins.doc_ids)
 
     def add_tier(self, tier: Tier, report: TierReport) -> None:
-        """Report of a tier from now on; ``is_enabled`` of its report may change."""
+        """Include a tier in reports from now on; ``is_enabled`` of its report may change."""
         self.tiers[tier] = report
         self._divide_tiers()
 
@@ -215,7 +215,7 @@ class CacheController:
             self.tenants.divide(tier, report, self.groups.blocks_per_unit)
 
     def remove_tier(self, tier: Tier) -> None:
-        """Report of a tier no more, and know nothing in it."""
+        """Remove a tier from reports and tree."""
         self.tiers.pop(tier, None)
         self.tree.clear_tier(tier)
 
@@ -225,7 +225,7 @@ class CacheController:
         return self.tiers[Tier.GPU].block_bytes
 
     def on_step(self, began_s: float, ended_s: float) -> None:
-        """Record when the engine's last step began and ended."""
+        """Record start and end of the engine's last step."""
         self.last_step = began_s, ended_s
         for key in self._new_answers.popleft():
             self.tree.release(key)
@@ -288,7 +288,7 @@ class CacheController:
     # A request's life
 
     def on_ignored_metadata(self) -> bool:
-        """Count a request whose metadata contradict its prompt, and return whether it is the first."""
+        """Count a request whose metadata contradicts its prompt, and return whether it is the first."""
         self.counters.num_ignored_metadata += 1
         return self.counters.num_ignored_metadata == 1
 
@@ -302,15 +302,19 @@ class CacheController:
         *,
         is_salted: bool = False,
         tenant: str | None = None,
+        is_audit: bool = False,
     ) -> None:
-        """Put a request's path into the tree, and keep it there until :meth:`on_finished`.
+        """Add a request's prefix to the tree, and keep it there until :meth:`on_finished`.
 
-        Documents of one that ``is_salted`` are in no report, those of a ``tenant``'s in his alone.
+        Documents of one that ``is_salted`` are in no report, those of a ``tenant``'s in his alone. One that
+        ``is_audit`` is the engine's own: its blocks are cached, and all else is as without it.
         """
         assert request_id not in self._requests
         prompt_keys = keys[: num_prompt_tokens // self.tokens_per_block]
         turn = self.tree.conversations.turn_of(prompt_keys)
-        state = RequestState(request_id, num_prompt_tokens, now_s, metadata, keys, is_salted, tenant, turn=turn)
+        state = RequestState(
+            request_id, num_prompt_tokens, now_s, metadata, keys, is_salted, tenant, turn=turn, is_audit=is_audit
+        )
         self._requests[request_id] = state
         state.segments = self._path_segments(state, keys)
         path = self.tree.insert(state.segments)
@@ -319,15 +323,16 @@ class CacheController:
         if path:
             state.retained = cast("Key", path[-1].keys[-1])
             self.tree.retain(state.retained)
-        self.speculations.on_new_request(state)
-        if not state.is_speculative:
+        if not is_audit:
+            self.speculations.on_new_request(state)
+        if not (state.is_speculative or is_audit):
             self._queued.add(state)
         self.hints.on_new_request(state)
         state.prefill_s = self._prefill_s(state, self._queued.num_cached_tokens(state))
         self._count_pending(state, 1)
 
     def paths_of(self, tenant: str | None) -> PrefixPublisher:
-        """Return the publisher of cached paths of a tenant's documents; None: of all other documents."""
+        """Return the publisher of cached prefixes of a tenant's documents; ``None``: of documents without a tenant."""
         return self.paths if tenant is None else self.tenants.paths(tenant)
 
     def request_ids(self) -> list[str]:
@@ -335,11 +340,11 @@ class CacheController:
         return list(self._requests)
 
     def state_of(self, request_id: str) -> RequestState | None:
-        """Return what is known of a request in the engine."""
+        """Return the state of a request in the engine."""
         return self._requests.get(request_id)
 
     def on_looked_up(self, request_id: str, num_local_tokens: int) -> None:
-        """Record how much of a request's prompt the GPU holds, before it is admitted."""
+        """Record the number of a request's prompt tokens in the GPU KV cache, before its admission."""
         self._requests[request_id].num_local_tokens = num_local_tokens
 
     def on_admitted(
@@ -358,6 +363,8 @@ class CacheController:
             self._on_resumed(state, now_s)
             return
         state.admitted_s = now_s
+        if state.is_audit:
+            return
         self._without_token.add(request_id)
         self.speculations.on_admitted(state)
         self.record_change()
@@ -371,7 +378,7 @@ class CacheController:
             self._count_access(state, keys)
 
     def on_preempted(self, request_id: str, now_s: float) -> None:
-        """Record that a request lost its blocks; for a speculative one that is a pause."""
+        """Record that a request was preempted; a speculative one is paused."""
         state = self._requests.get(request_id)
         if state is not None and state.is_speculative:
             state.preempted_s = now_s
@@ -383,7 +390,7 @@ class CacheController:
             self.speculations.on_admitted(state)
 
     def on_tokens(self, indices: Mapping[str, int], tokens: Sequence[Sequence[int]], now_s: float) -> None:
-        """Record which requests had their first token in a step; O(admitted requests without a token).
+        """Record the requests with their first token in a step; O(admitted requests without a token).
 
         Args:
             indices: the place of each request of the step in ``tokens``.
@@ -396,7 +403,7 @@ class CacheController:
                 self.on_first_token(request_id, now_s)
 
     def on_first_token(self, request_id: str, now_s: float) -> None:
-        """Record when a request had its first token; further ones change nothing."""
+        """Record the time of a request's first token; later calls change nothing."""
         self._without_token.discard(request_id)
         state = self._requests.get(request_id)
         if state is not None and state.first_token_s is None:
@@ -431,12 +438,12 @@ class CacheController:
         self.speculations.on_computed(self._requests[request_id], num_tokens)
 
     def is_speculative(self, request_id: str) -> bool:
-        """Return whether a request was sent ahead of a search's end, and is not confirmed yet."""
+        """Return whether a request is speculative and not confirmed."""
         state = self._requests.get(request_id)
         return state is not None and state.is_speculative
 
     def order_priority(self, request_id: str) -> float:
-        """Return how early a queued request should be admitted, by what is cached now; the highest comes first."""
+        """Return a queued request's scheduling priority from its cached tokens; the highest is admitted first."""
         state = self._requests.get(request_id)
         return 0.0 if state is None else self._queued.priority(state)
 
@@ -445,11 +452,11 @@ class CacheController:
         return self._queued.take_touched()
 
     def last_known(self, keys: Sequence[Key]) -> Key | None:
-        """Return the last block of a prompt that the tree knows."""
+        """Return the last block of a prompt that is in the tree."""
         return next((key for key in reversed(keys) if self.tree.locate(key) is not None), None)
 
     def leading_blocks(self, last: Key | None) -> tuple[int, int, int]:
-        """Return how many leading blocks of a prompt the GPU holds, it or host memory, and any tier.
+        """Return the number of leading blocks of a prompt that the GPU has, GPU or host, and any tier.
 
         ``last`` is the last that the tree knows of it.
         """
@@ -463,23 +470,23 @@ class CacheController:
         return gpu, fast, anywhere
 
     def saved_s(self, state: RequestState, first_block: int, num_blocks: int) -> float:
-        """Return how much faster a request is prefilled with ``num_blocks`` cached from ``first_block`` on."""
+        """Return the seconds that a prefill saves with ``num_blocks`` cached from ``first_block`` on."""
         first, last = first_block * self.tokens_per_block, (first_block + num_blocks) * self.tokens_per_block
         whole_s = self._prefill_cost.estimate_s(first, max(state.num_prompt_tokens - first, 1))
         return whole_s - self._prefill_cost.estimate_s(last, max(state.num_prompt_tokens - last, 1))
 
     @property
     def num_pending_prefills(self) -> int:
-        """Real requests that have had no token yet."""
+        """Number of real requests without a first token."""
         return self._num_pending_prefills
 
     @property
     def pending_prefill_s(self) -> float:
-        """How long their prefills take, with what is cached of them, one after the other and from their beginnings."""
+        """Seconds of their prefills, one after the other, with their cached tokens."""
         return self._pending_prefill_s
 
     def _count_pending(self, state: RequestState, count: int) -> None:
-        """Count a request that has a prefill before it, or has none any more."""
+        """Count a request as pending or no longer pending."""
         if state.is_pending:
             self._num_pending_prefills += count
             self._pending_prefill_s += count * state.prefill_s
@@ -487,7 +494,7 @@ class CacheController:
                 self._pending_prefill_s = 0.0  # without what rounding has left
 
     def prefill_s(self, request_id: str, num_cached_tokens: int) -> float:
-        """Return the seconds that a request's prefill is expected to take; 0 for a request that is not known."""
+        """Return the expected seconds of a request's prefill; 0 for an unknown request."""
         state = self._requests.get(request_id)
         return 0.0 if state is None else self._prefill_s(state, num_cached_tokens)
 
@@ -495,33 +502,33 @@ class CacheController:
         return self._prefill_cost.estimate_s(num_cached_tokens, state.num_prompt_tokens - num_cached_tokens)
 
     def on_loaded(self, request_id: str, num_bytes: int) -> None:
-        """Count bytes that are copied into the engine's KV memory for a request."""
+        """Count bytes copied into the GPU KV cache for a request."""
         self.record_change()
         self.counters.num_loaded_bytes += num_bytes
         if (state := self._requests.get(request_id)) is not None:
             state.num_loaded_bytes += num_bytes
 
     def on_stored(self, request_id: str, num_bytes: int) -> None:
-        """Count bytes that are copied out of the engine's KV memory for a request, finished or not."""
+        """Count bytes copied out of the GPU KV cache for a request, finished or not."""
         self.record_change()
         self.counters.num_stored_bytes += num_bytes
         if (state := self._requests.get(request_id)) is not None:
             state.num_stored_bytes += num_bytes
 
     def on_chunks_reused(self, request_id: str, reuse: ChunkReuseStats) -> None:
-        """Record what chunk reuse did for a request, before it is finished."""
+        """Record the chunk reuse of a request, before it is finished."""
         if (state := self._requests.get(request_id)) is not None:
             state.chunk_reuse = reuse
             if self._chunks is not None:
                 self._chunks.counters.count(reuse)
 
     def on_load_ended(self, request_id: str, now_s: float) -> None:
-        """Record when what a request has of lower tiers lay in its blocks."""
+        """Record when the loads of a request from lower tiers ended."""
         if (state := self._requests.get(request_id)) is not None:
             state.loaded_s = now_s
 
     def on_approximated(self, request_id: str, first_block: int, keys: Sequence[Key]) -> None:
-        """Keep a request's blocks from ``first_block`` on apart: their KV is approximate.
+        """Separate a request's blocks from ``first_block`` on, as their KV is approximate.
 
         Requests with the same chunk-reuse settings hit those of its prompt by ``keys``; without keys none does.
         """
@@ -537,12 +544,12 @@ class CacheController:
             self.tree.retain(state.retained_apart)
 
     def is_on_gpu(self, key: Key) -> bool:
-        """Return whether a block lies in GPU memory."""
+        """Return whether a block is in the GPU KV cache."""
         at = self.tree.locate(key)
         return at is not None and bool(self.tree.resident_mask(at.node, Tier.GPU) >> at.unit & 1)
 
     def _count_apart(self, state: RequestState) -> None:
-        """Count a use of the approximate blocks of a request that has ended; they cost what was computed for them."""
+        """Count a use of the approximate blocks of an ended request, with the cost of their computation."""
         path = None if state.retained_apart is None else self.tree.retained_path(state.retained_apart)
         if path is None or not state.apart or state.first_private is None or state.admitted_s is None:
             return
@@ -561,7 +568,7 @@ class CacheController:
             state.retained_apart = None
 
     def on_finished(self, request_id: str, now_s: float | None = None) -> dict[str, object] | None:
-        """Drop a request, release its path, and return its figures; None for one that was not known.
+        """Remove a request, release its prefix, and return its statistics; ``None`` for an unknown request.
 
         One that ended at a time ``now_s`` is among the :meth:`recent_requests`.
         """
@@ -574,7 +581,7 @@ class CacheController:
         self._queued.remove(state)
         self._count_pending(state, -1)
         self.speculations.on_finished(state)
-        if not state.is_speculative:
+        if not (state.is_speculative or state.is_audit):
             self._note_answer(state)
             self._follow_hints(state)
         if state.retained is not None:
@@ -582,6 +589,8 @@ class CacheController:
             state.retained = None
         self._count_apart(state)
         self._release_apart(state)
+        if state.is_audit:
+            return None
         if now_s is not None:
             self._recent.add(state, now_s)
         self._finished[request_id] = state.to_dict()
@@ -621,7 +630,7 @@ class CacheController:
         return receipt
 
     def pin(self, doc_ids: Collection[DocId], *, dry_run: bool = False) -> Steps:
-        """Pin documents, or only say which of them could be; see :class:`~ragcache_core.stats.PinReceipt`.
+        """Pin documents, or only check which could be; see :class:`~ragcache_core.stats.PinReceipt`.
 
         Raises:
             ConfigError: they are too much.
@@ -630,7 +639,7 @@ class CacheController:
         return self._pin_receipt(doc_ids, changed)
 
     def unpin(self, doc_ids: Collection[DocId]) -> Steps:
-        """Pin documents no more."""
+        """Unpin documents."""
         changed = yield from self.pins.unpin(doc_ids)
         return self._pin_receipt(doc_ids, changed)
 
@@ -676,24 +685,24 @@ class CacheController:
         return [cast("Key", node.keys[-1]) for node in ends], unknown
 
     def keys_to(self, end: Key) -> list[Key]:
-        """Return the units of the path that ends in a unit; none where that is gone."""
+        """Return the blocks of the prefix that ends in a block; empty if it is gone."""
         if (location := self.tree.locate(end)) is None:
             return []
         path = location.node.path()
         return [cast("Key", key) for step in path for key in step.keys][: location.node.start + location.unit + 1]
 
     def take_retrieved(self) -> dict[Key, tuple[float, float]]:
-        """Return frequency and cost of the documents that were retrieved since the last call, by their first block."""
+        """Return frequency and cost of the documents retrieved since the last call, by their first block."""
         retrieved, self.retrieved = self.retrieved, {}
         return retrieved
 
     def take_finished(self) -> dict[str, dict[str, object]]:
-        """Return the figures of the requests that ended since the last call, by request id."""
+        """Return the statistics of the requests that ended since the last call, by request id."""
         finished, self._finished = self._finished, {}
         return finished
 
     def num_storable_tokens(self, request_id: str) -> int | None:
-        """Return up to which token a request is worth storing below the GPU; None for all of it, and its answer.
+        """Return the number of a request's tokens to store below the GPU; ``None`` for all, including its answer.
 
         That is the end of its last kept document; without any, its prompt; all of it where its conversation is likely
         to go on, or its KV is retained; and nothing where it is demoted. No more than the host tier holds: what does
@@ -719,7 +728,7 @@ class CacheController:
     # Blocks
 
     def defers_answer(self, state: RequestState, num_cached_blocks: int) -> bool:
-        """Return whether a block that follows ``num_cached_blocks`` enters the tree only once it becomes free.
+        """Return whether a block after ``num_cached_blocks`` enters the tree only when it becomes free.
 
         A block in use cannot be evicted, and no request needs an answer before it is complete. Each block
         enters the tree as soon as it is full where lower tiers store answers, or the tree has windows and states.
@@ -728,7 +737,7 @@ class CacheController:
         return is_answer and not state.is_answer_stored and state.first_private is None and not self.groups.others
 
     def insert_answer(self, request_id: str) -> None:
-        """Put the full blocks of a request's answer into the tree, before they become free."""
+        """Add the full blocks of a request's answer to the tree, before they become free."""
         state = self._requests.get(request_id)
         if state is not None and state.num_answer_end_blocks:
             end, state.num_answer_end_blocks = state.num_answer_end_blocks, 0
@@ -775,7 +784,7 @@ class CacheController:
 
     @property
     def has_news(self) -> bool:
-        """Whether requests ended or speculations were admitted, and it is not reported yet."""
+        """Whether there are unreported ended requests or admitted speculations."""
         return bool(self._finished or self.speculations.has_waited)
 
     def record_change(self) -> None:
@@ -783,7 +792,7 @@ class CacheController:
         self._is_dirty = True
 
     def take_report(self) -> dict[str, object] | None:
-        """Return a report if anything happened since the last one, without the documents that are used most."""
+        """Return a report if anything has changed since the last one, without the most used documents."""
         if not self._is_dirty:
             return None
         self._is_dirty = False
@@ -815,15 +824,16 @@ class CacheController:
         }
 
     def tree_view(self, limit: int) -> Steps:
-        """Return the nodes of the tree that are used most, in slices; see :func:`tree_view`."""
+        """Return the most used nodes of the tree, in slices; see :func:`tree_view`."""
         return tree_view(self.tree, {tier: report.block_bytes for tier, report in sorted(self.tiers.items())}, limit)
 
     def recent_requests(self, limit: int, now_s: float) -> dict[str, object]:
-        """Return what becomes of the latest requests, and how many are in the engine; see :class:`RecentRequests`."""
+        """Return the latest requests, and how many are in the engine; see :class:`RecentRequests`."""
+        here = [state for state in self._requests.values() if not state.is_audit]
         return {
-            "num_queued": sum(state.admitted_s is None for state in self._requests.values()),
-            "num_running": sum(state.admitted_s is not None for state in self._requests.values()),
-            "requests": self._recent.newest(reversed(self._requests.values()), limit, now_s),
+            "num_queued": sum(state.admitted_s is None for state in here),
+            "num_running": sum(state.admitted_s is not None for state in here),
+            "requests": self._recent.newest(reversed(here), limit, now_s),
         }
 
     def _tier_report(self, tier: Tier, report: TierReport) -> dict[str, object]:
@@ -842,7 +852,7 @@ class CacheController:
         }
 
     def _shared_report(self) -> Iterator[dict[str, object]]:
-        """Yield what is known of a store that others use as well."""
+        """Yield the report of a shared store."""
         if self.shared is None:
             return
         yield {
@@ -885,7 +895,7 @@ class CacheController:
             uses.count(labels, state.segments)
         if has_disk:
             for node in path:
-                if node.doc_id is not None:  # one unit speaks for its node: a tree that grows again takes the highest
+                if node.doc_id is not None:  # one unit per node is enough: a restored tree takes the highest
                     self.retrieved[cast("Key", node.keys[0])] = (float(node.frequency), node.avg_cost_s)
 
     def _note_answer(self, state: RequestState) -> None:
@@ -895,7 +905,7 @@ class CacheController:
             self.tree.conversations.on_answered(state.keys[first], state.turn, self.tree.num_requests)
 
     def _path_segments(self, state: RequestState, keys: Sequence[Key]) -> list[PathSegment]:
-        """Return a prompt's segments as runs of blocks; a block that straddles two belongs to the later one.
+        """Return a prompt's segments as runs of blocks; a block in two segments belongs to the later one.
 
         A document that ends in the block in which it begins is no run, but named with the one that has its block.
         """

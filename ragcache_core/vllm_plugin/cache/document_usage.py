@@ -1,4 +1,4 @@
-"""Which documents are used by most requests."""
+"""Count the requests that use each document."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class DocumentUses:
         return len(self._uses)
 
     def count(self, labels: Mapping[DocId, str | None], path: Iterable[PathSegment]) -> None:
-        """Count a request that uses documents, each once; the least used of too many are dropped.
+        """Count a request that uses documents, each once; drop the least used of too many.
 
         The documents of requests count, not the tree's nodes: those are split, and named by the first request.
 
@@ -57,7 +57,7 @@ class DocumentUses:
             self._uses = dict(kept)
 
     def forget(self, doc_ids: Iterable[DocId]) -> None:
-        """Count documents no more that are gone."""
+        """Remove deleted documents."""
         for doc_id in doc_ids:
             self._uses.pop(doc_id, None)
 
@@ -66,7 +66,7 @@ class DocumentUses:
         self._uses.clear()
 
     def hottest(self) -> list[dict[str, object]]:
-        """Return the documents used most, as the engine's stats route has them; see ``client/stats/cache_stats.py``."""
+        """Return the most used documents in the format of the statistics route; see ``client/stats/cache_stats.py``."""
         hottest = nsmallest(MAX_HOTTEST, self._uses.items(), key=lambda item: (-item[1].num_uses, item[0]))
         return [
             {

@@ -31,7 +31,7 @@ _FEW_APPROXIMATE = 1024
 
 @dataclass(frozen=True, slots=True)
 class Forgotten:
-    """What a holder must delete.
+    """The KV that each holder must delete.
 
     Attributes:
         doc_ids: the documents.
@@ -48,7 +48,7 @@ class Forgotten:
 
 @dataclass(slots=True)
 class Freed:
-    """What a holder deleted or will delete once it is released: blocks and bytes by tier, chunk versions, known ids."""
+    """Deleted KV, or KV to delete after its release: blocks and bytes by tier, chunk versions, known ids."""
 
     num_blocks: dict[Tier, int] = field(default_factory=dict)
     num_bytes: dict[Tier, int] = field(default_factory=dict)
@@ -65,18 +65,18 @@ class Freed:
 
 
 class Holder(Protocol):
-    """A tier, or another owner of documents' KV."""
+    """An owner of documents' KV, such as a tier."""
 
     def forget(self, forgotten: Forgotten) -> Freed:
-        """Delete KV, or hide it until it is released; return how much that is."""
+        """Delete KV, or hide it until it is released; return its amount."""
         ...
 
     def num_pending(self) -> int:
-        """Delete what can be deleted now, and return how many blocks to be deleted are still here."""
+        """Delete what can be deleted now, and return the number of blocks still to be deleted."""
         ...
 
     def deletion_problem(self) -> str | None:
-        """Return why some KV may never be deleted here, with a hint; None if there is none."""
+        """Return why some KV may never be deleted here, with a hint; ``None`` if there is no reason."""
         ...
 
 
@@ -95,7 +95,7 @@ class OutOfReach:
         return 0
 
     def deletion_problem(self) -> str:
-        """Return why."""
+        """Return the reason."""
         return self.why
 
 
@@ -111,7 +111,7 @@ def why_in_store(url: str) -> str:
 
 
 class Forgetting:
-    """Deletes documents from all holders, and counts what is left of them.
+    """Deletes documents from all holders, and counts the remaining blocks.
 
     Args:
         tree: locates the documents.
@@ -230,7 +230,7 @@ class Forgetting:
         }
 
     def left(self) -> dict[str, object]:
-        """Delete what can be deleted now, and return what is left of all deletions so far."""
+        """Delete what can be deleted now, and return the rest of all deletions so far."""
         return {
             "num_requests": sum(state.has_forgotten for state in self._requests.values()),
             "num_blocks": sum(holder.num_pending() for holder in self._holders),
@@ -238,7 +238,7 @@ class Forgetting:
         }
 
     def sweep(self) -> None:
-        """Delete what could not be deleted before and can be now."""
+        """Delete KV whose deletion was not possible before."""
         if self._is_waiting:
             self._is_waiting = sum(holder.num_pending() for holder in self._holders) > 0
 
@@ -263,6 +263,6 @@ class Forgetting:
 
 
 def _tops(nodes: Iterable[TreeNode]) -> list[TreeNode]:
-    """Return those of ``nodes`` that are no descendants of others of them."""
+    """Return the nodes in ``nodes`` that are no descendants of others."""
     chosen = {node.id: node for node in nodes}
     return [node for node in chosen.values() if not any(step.id in chosen for step in node.path()[:-1])]

@@ -1,4 +1,4 @@
-"""The groups of a model's KV caches: which of them the knowledge tree follows, and what of the others is worth keeping.
+"""The KV cache groups of a model: the one that the tree follows, and the useful blocks of others.
 
 A group is layers that share their blocks. A hit needs the full-attention blocks of the whole prefix, but of a window's
 group only the last ones, and of a state's only the last. So a unit of the tree is a full-attention block, and a block
@@ -30,7 +30,7 @@ _GROUP_BYTES = 4
 
 @dataclass(frozen=True, slots=True)
 class OtherGroup:
-    """A group beside the one that the tree follows.
+    """A group other than the one that the tree follows.
 
     Attributes:
         num_units: units before a hit's end, the last one included, whose blocks a hit needs; infinite: all.
@@ -43,7 +43,7 @@ class OtherGroup:
 
 @dataclass(frozen=True, slots=True)
 class KVGroups:
-    """The groups whose blocks are cached.
+    """The groups with cached blocks.
 
     Attributes:
         main: the group of full attention that the tree follows: a unit is one of its blocks.
@@ -55,11 +55,11 @@ class KVGroups:
 
     @property
     def blocks_per_unit(self) -> int:
-        """Blocks that a unit takes at most."""
+        """Maximum number of blocks that a tree block needs over all groups."""
         return 1 + len(self.others)
 
     def is_worth_keeping(self, tree: KnowledgeTree, group: int, key: Key, is_here: Callable[[Key], bool]) -> bool:
-        """Return whether a hit may need the block ``key`` of a group; ``is_here`` tells of the group's other blocks."""
+        """Return whether a hit may need the block ``key`` of a group; ``is_here`` tells which others are stored."""
         location = tree.locate(key)
         if location is None:
             return False
@@ -78,67 +78,67 @@ class KVGroups:
     # Below the GPU a block is a chunk, whose key ends with its group
 
     def is_main(self, key: bytes) -> bool:
-        """Return whether a chunk is one of full attention."""
+        """Return whether a block belongs to the full-attention group."""
         return not self.others or group_of(key) == self.main
 
     def offload_key(self, unit: Key) -> bytes:
-        """Return the key of a unit's chunk of full attention."""
+        """Return the offload key of a block in the full-attention group."""
         return offload_key(unit, self.main)
 
     def chunk_name(self, key: bytes) -> bytes:
-        """Return the name under which a chunk is stored; the unit's where there is one group."""
+        """Return the name under which a block is stored."""
         return key if self.others else unit_of(key)
 
     def note_of(self, tree: KnowledgeTree, key: bytes) -> ChunkNote:
-        """Return what is stored beside a chunk, whose unit is in ``tree``; its parent is named as chunks are."""
+        """Return the metadata stored with a block in ``tree``; it names the parent as stored blocks are named."""
         location = tree.locate(unit_of(key))
         assert location is not None
         note = self.note_at(tree, location)
         return note if self.is_main(key) else ChunkNote(self.offload_key(unit_of(key)), position=note.position)
 
     def note_at(self, tree: KnowledgeTree, location: Location) -> ChunkNote:
-        """Return what is stored beside the chunk of full attention of a unit."""
+        """Return the metadata stored with the full-attention block of a tree block."""
         note = note_of(tree, location)
         return replace(note, parent=self.offload_key(note.parent)) if self.others and note.parent is not None else note
 
     def unit_of_entry(self, entry: ChunkEntry) -> tuple[Key, bool]:
-        """Return the unit that a stored chunk goes with, and whether it is that unit."""
+        """Return the tree block of a stored block, and whether it is the full-attention one."""
         key = self.key_of_name(entry.key)
         return unit_of(key), self.is_main(key)
 
     def key_of_name(self, name: bytes) -> bytes:
-        """Undo :meth:`chunk_name`."""
+        """Return the key of a name of :meth:`chunk_name`."""
         return name if self.others else self.offload_key(name)
 
 
 def offload_key(unit: Key, group: int) -> bytes:
-    """Return the key of a chunk, as vLLM's offloading has it."""
+    """Return the key of a block in vLLM's offloading."""
     return unit + group.to_bytes(_GROUP_BYTES, "big")
 
 
 def offload_keys(units: Iterable[Key], group: int) -> list[bytes]:
-    """Return :func:`offload_key` of each unit."""
+    """Return :func:`offload_key` of each block."""
     suffix = group.to_bytes(_GROUP_BYTES, "big")
     return [unit + suffix for unit in units]
 
 
 def unit_of(key: bytes) -> Key:
-    """Return the unit that a chunk goes with, by the key of the chunk."""
+    """Return the tree block of a block, from its key."""
     return key[:-_GROUP_BYTES]
 
 
 def units_of(keys: Iterable[bytes]) -> list[Key]:
-    """Do :func:`unit_of` with many keys."""
+    """Do :func:`unit_of` for many keys."""
     return [key[:-_GROUP_BYTES] for key in keys]
 
 
 def group_of(key: bytes) -> int:
-    """Return the group that a chunk is of."""
+    """Return the group of a block."""
     return int.from_bytes(key[-_GROUP_BYTES:], "big")
 
 
 class OtherBlocks(Generic[Slot]):
-    """What a tier may evict of other groups than the tree's, each in a slot of its own, by the unit that it goes with.
+    """Evictable blocks of other groups than the tree's in a tier, by tree block. Each has its own slot.
 
     Without other groups it stays empty.
     """
@@ -153,7 +153,7 @@ class OtherBlocks(Generic[Slot]):
 
     @property
     def has_groups(self) -> bool:
-        """Whether the model has other groups at all."""
+        """Whether the model has other groups."""
         return bool(self._groups.others)
 
     def __len__(self) -> int:
@@ -163,11 +163,11 @@ class OtherBlocks(Generic[Slot]):
         return slot in self._keys
 
     def __iter__(self) -> Iterator[Slot]:
-        """Yield what may be evicted, what came first at the beginning."""
+        """Yield the evictable blocks, the oldest first."""
         return iter(self._keys)
 
     def add(self, slot: Slot, group: int, key: Key, is_here: Callable[[Key], bool]) -> None:
-        """Add a block that is no longer used; see :meth:`KVGroups.is_worth_keeping`.
+        """Add an unused block; see :meth:`KVGroups.is_worth_keeping`.
 
         It is of no use as well where its unit is not in the tier: no hit reaches that far.
         """
@@ -179,7 +179,7 @@ class OtherBlocks(Generic[Slot]):
             self._useless[slot] = None
 
     def discard(self, slot: Slot) -> None:
-        """Remove a block that is used, or has lost its content; does nothing for an unknown one."""
+        """Remove a block that is used or has lost its content; ignore unknown ones."""
         if (key := self._keys.pop(slot, None)) is None:
             return
         slots = self._slots[key]
@@ -189,23 +189,23 @@ class OtherBlocks(Generic[Slot]):
         self._useless.pop(slot, None)
 
     def useless(self) -> Iterable[Slot]:
-        """Return what no hit will need, what came first at the beginning."""
+        """Return the blocks that no hit will need, the oldest first."""
         return self._useless
 
     def of_unit(self, key: Hashable) -> list[Slot]:
-        """Return what goes with a unit."""
+        """Return the blocks that belong to a tree block."""
         return list(self._slots.get(key, ()))
 
     def size_of(self, key: Hashable) -> int:
-        """Return how many slots are free once a unit is evicted, besides the useless ones."""
+        """Return the number of slots freed by evicting a tree block, except for useless blocks."""
         return 1 + sum(slot not in self._useless for slot in self._slots.get(key, ()))
 
     def lose_unit(self, key: Key) -> None:
-        """Handle a unit that left the tier without eviction."""
+        """Handle a tree block that left the tier without eviction."""
         self._useless.update(self._slots.get(key, {}))
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Remove all blocks."""
         self._keys.clear()
         self._slots.clear()
         self._useless.clear()

@@ -31,7 +31,7 @@ class OperatorCalls:
         self._calls: dict[str, Steps | dict[str, Any]] = {}
 
     def advance(self, token: str, begin: Steps, *, keeps_answer: bool = False) -> dict[str, Any]:
-        """Run a slice of a call, and return the call's answer or, while there is more to do, ``{}``.
+        """Run a slice of a call, and return its result, or ``{}`` while it continues.
 
         Args:
             token: names the call. ``begin`` starts with a token that is new, and is not used with a known one.

@@ -1,9 +1,8 @@
-"""Documents that are pinned: their paths are the last to be evicted, in each tier.
+"""Pinned documents: their prefixes are evicted last, in each tier.
 
-A pin is of a document, on whatever paths it stands, and on those on which it will. It outlives the document's eviction,
-which comes where nothing but pinned paths and those of waiting requests is left, and ends with the engine. Tenants'
-documents may have the same ids: what is protected of their paths is limited for each by what he has of the tiers, and
-takes nothing from what an operator may pin of all others.
+A pin applies to a document under all present and later prefixes. It outlives the document's eviction, which happens
+only if all other blocks are pinned or belong to queued requests, and ends with the engine. Documents of several tenants
+may have the same id: each tenant's pins are limited by its share of the tiers, separately from the operator's.
 """
 
 from __future__ import annotations
@@ -23,14 +22,13 @@ _EVICTED_AT_ONCE: Final = 64
 
 
 class Pins:
-    """Protects the paths of pinned documents in the tree, as many as ``limit`` blocks hold of each tenant's.
+    """Protects the prefixes of pinned documents in the tree, up to ``limit`` blocks per tenant.
 
     Args:
-        tree: in which they stand.
-        limit: how many blocks the pinned paths of a tenant, or None for all others, may have together; asked whenever
-            it matters.
-        describe: returns what a number of blocks is in words, and what the limit comes from, for a refusal.
-        tenant_of: returns the tenant of a path, by its last node's owner; None without one.
+        tree: the knowledge tree.
+        limit: returns the maximum number of pinned blocks of a tenant (``None``: of all others).
+        describe: returns a number of blocks as text, and the source of the limit, for errors.
+        tenant_of: returns the tenant of a prefix, from its last node's owner; ``None`` without one.
     """
 
     def __init__(
@@ -69,7 +67,7 @@ class Pins:
         return set(doc_ids)
 
     def unpin(self, doc_ids: Iterable[DocId]) -> Generator[int, None, set[DocId]]:
-        """Pin documents no more, and return those that were pinned."""
+        """Unpin documents, and return those that were pinned."""
         gone = self.doc_ids.intersection(doc_ids)
         self.doc_ids -= gone
         for doc_id in gone:
@@ -79,7 +77,7 @@ class Pins:
         return gone
 
     def on_used(self, path: Sequence[TreeNode]) -> None:
-        """Protect the pinned nodes of a path that is used, where the limit allows."""
+        """Protect the pinned nodes of a used prefix, within the limit."""
         last = next((node for node in reversed(path) if node.is_named(self.doc_ids) and not node.is_private), None)
         if last is None or self._paths.protect(last.keys[-1]):
             return
@@ -87,7 +85,7 @@ class Pins:
             self._paths.protect(last.keys[-1])
 
     def on_forgotten(self, doc_ids: Iterable[DocId], units: Set[Hashable]) -> None:
-        """Unpin documents, and protect nothing of some units, which others may have pinned, before they go."""
+        """Unpin documents, and remove the protection of blocks that are about to be deleted."""
         doc_ids = tuple(doc_ids)
         self.doc_ids.difference_update(doc_ids)
         for doc_id in doc_ids:
@@ -97,7 +95,7 @@ class Pins:
             self._paths.release(unit)
 
     def _find(self, doc_ids: Iterable[DocId]) -> Generator[int, None, tuple[set[DocId], list[Hashable]]]:
-        """Return which of some documents are cached, and where the paths to them end, if those may be pinned."""
+        """Return which documents are cached, and the ends of their prefixes if these may be pinned."""
         wanted = set(doc_ids)
         found: set[DocId] = set()
         ends: list[Hashable] = []

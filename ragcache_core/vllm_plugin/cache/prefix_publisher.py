@@ -1,4 +1,4 @@
-"""Publishes the cached tokens of documents by path, for clients that order documents by them.
+"""Publish the cached tokens of documents by prefix, for clients that choose document orders by them.
 
 ::
 
@@ -33,7 +33,7 @@ from ragcache_core.types import PromptSegment, SegmentKind
 
 _MAX_PATHS = 100_000
 _MAX_AT_ONCE = 1000
-"""Paths that one answer looks at, and says: the engine core's next step waits for it, some 3 ms."""
+"""Maximum number of prefixes per response, which delays the engine core's step by some 3 ms."""
 _MAX_UNREAD = 50_000
 _MAX_PLACES = 1000
 """Static prefixes behind which paths from before a restart are looked for; some applications have one for each user."""
@@ -41,7 +41,7 @@ _MIN_LOG = 10_000
 
 
 class _Path:
-    """Documents after a static prefix, and the units ``first`` to ``last`` of the prompt, that of ``key`` the last.
+    """Documents after a static prefix, and their blocks ``first`` to ``last`` in the prompt; ``key`` is the last one's.
 
     They are its last document's own; of the first document the static prefix's too. ``node_ids`` are the tree's for
     them, and ``said`` is what was said last, in the log of ``epoch``.
@@ -58,14 +58,14 @@ class _Path:
         self.begin("")
 
     def begin(self, epoch: str) -> None:
-        """Reset what was published of it, for a new log."""
+        """Reset the published state, for a new log."""
         self.epoch = epoch
         self.node_ids: list[int] = []
         self.published = 0, False
 
 
 class PrefixPublisher:
-    """Tracks paths of documents in the tree, and keeps a log of their cached tokens.
+    """Tracks prefixes of documents in the tree, and keeps a log of their cached tokens.
 
     The ``max_paths`` most recent paths are known. The tree is followed from the first :meth:`changes` on, until
     ``max_unread`` nodes have changed since the last call. A path that the tree drops is known again when a request
@@ -103,7 +103,7 @@ class PrefixPublisher:
         self._published_chunks: frozenset[bytes] = frozenset()
 
     def __len__(self) -> int:
-        """Return the number of known paths."""
+        """Return the number of known prefixes."""
         return len(self._paths)
 
     @property
@@ -112,7 +112,7 @@ class PrefixPublisher:
         return self._changed is not None
 
     def track(self, token_ids: Sequence[int], segments: Sequence[PromptSegment], keys: Sequence[bytes]) -> None:
-        """Take in the path of a request's documents; ``keys`` are those of its prompt's units, in order."""
+        """Add the prefix of a request's documents; ``keys`` are the blocks of its prompt, in order."""
         prefix = static_prefix_digest(token_ids, segments)
         if prefix is None:
             return
@@ -121,7 +121,7 @@ class PrefixPublisher:
         ends = [min(end // self._tokens_per_unit, len(keys)) for end in (shown[0].start, *(s.end for s in shown))]
         if self._tree.is_regrown:
             self._look_behind(prefix, keys[ends[0] - 1] if ends[0] else b"")
-        for num_documents in range(len(shown), -1, -1):  # what is forgotten first is the end of a path
+        for num_documents in range(len(shown), -1, -1):  # ends of paths are evicted first
             if last := ends[num_documents]:
                 first = ends[num_documents - 1] if num_documents > 1 else 0
                 self._track(_Path(prefix, documents[:num_documents], keys[last - 1], first, last))
@@ -129,7 +129,7 @@ class PrefixPublisher:
             self._forget(next(iter(self._paths.values())))
 
     def _look_behind(self, prefix: bytes, unit: bytes) -> None:
-        """Queue paths from before a restart that follow a static prefix whose last whole unit is ``unit``.
+        """Queue prefixes from before a restart that follow a static prefix whose last full block is ``unit``.
 
         For prefixes that differ only in a partial unit, or have no whole one, all paths are attributed to the first. A
         wrongly attributed path is reported as cached until a request shows it, which gets no hit.
@@ -164,7 +164,7 @@ class PrefixPublisher:
             yield from self._paths_below(prefix, last, path)
 
     def _take_in(self) -> None:
-        """Take in paths from before a restart, as many as an answer may look at."""
+        """Add prefixes from before a restart, limited per response."""
         num_looked_at = 0
         while self._from_before and num_looked_at < _MAX_AT_ONCE:
             for path in islice(self._from_before[0], _MAX_AT_ONCE - num_looked_at):
@@ -188,7 +188,7 @@ class PrefixPublisher:
             self._unsaid.add(path)
 
     def changes(self, cursor: str) -> dict[str, object]:
-        """Return what has changed since the answer that ended with ``cursor``, or all there is after none.
+        """Return the changes since the response that ended with ``cursor``; without a cursor the whole state.
 
         What is too much for one answer comes with the next one, until it ``is_complete``. A cursor may be those of
         several engines: the one with this log's epoch counts.
@@ -211,7 +211,7 @@ class PrefixPublisher:
         }
 
     def drop_unread(self) -> None:
-        """Stop following the tree after a long time without a reader, which would fill the memory."""
+        """Stop following the tree after a long time without a reader, as the log would grow."""
         if self._changed is not None and len(self._changed) > self._max_unread:
             assert self._tree.changes is not None
             self._tree.changes.unsubscribe(self._changed)
@@ -225,7 +225,7 @@ class PrefixPublisher:
         self._begin_log()
 
     def _look(self) -> None:
-        """Log the changes of paths in changed nodes, up to ``_MAX_AT_ONCE`` paths."""
+        """Log changes of prefixes in changed nodes, up to ``_MAX_AT_ONCE`` prefixes."""
         assert self._changed is not None
         for node in self._changed:
             self._unsaid.update(self._by_node.get(node.id, ()))
@@ -248,7 +248,7 @@ class PrefixPublisher:
             self._published_chunks = frozenset(chunks)
 
     def _follow_path(self, path: _Path, last: TreeNode) -> int:
-        """Have changes of a path's nodes lead to it, and return up to which unit it is cached from ``path.first`` on.
+        """Follow the nodes of a prefix, and return the block up to which it is cached from ``path.first`` on.
 
         ``last`` is the last of its nodes. Nodes may reach beyond it; a document shorter than a unit has none.
         """
@@ -290,5 +290,5 @@ class PrefixPublisher:
 
 
 def _same_document(node: TreeNode) -> TreeNode | None:
-    """Return the node that goes on with a document that was divided, if there is one."""
+    """Return the node that continues a divided document; ``None`` if there is none."""
     return next((child for child in node.iter_children() if child.doc_id == node.doc_id), None)

@@ -1,4 +1,4 @@
-"""The prefixes of queued requests: how much of each is cached, and its protection from eviction (RAGCache §5.2)."""
+"""The prefixes of queued requests: their cached part, and their protection from eviction (RAGCache §5.2)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _TRIED_AT_ONCE = 32
 
 
 class QueuedPrefixes:
-    """Knows which queued request a change in the tree concerns, and protects cached prefixes until admission.
+    """Maps changes in the tree to queued requests, and protects cached prefixes until admission.
 
     Those that came first are protected, while the units of their paths fit into ``max_protected_units``: were
     everything protected, nothing would be. Where one leaves, those that come next are tried, a few of them: thousands
@@ -34,7 +34,7 @@ class QueuedPrefixes:
         self._num_protected_units = 0
 
     def add(self, state: RequestState) -> None:
-        """Take in a request that is queued from now on; its path is in the tree, and retained."""
+        """Add a queued request; its prefix is in the tree and retained."""
         state.is_queued = True
         if self._follows_changes:
             self._follow_changes()
@@ -42,7 +42,7 @@ class QueuedPrefixes:
         self._protect(state)
 
     def remove(self, state: RequestState) -> None:
-        """Release a request that was admitted or ended; does nothing for one that is not queued."""
+        """Remove a request that was admitted or ended; ignore one that is not queued."""
         if not state.is_queued:
             return
         state.is_queued = False
@@ -60,12 +60,12 @@ class QueuedPrefixes:
             self._protect(following)
 
     def priority(self, state: RequestState) -> float:
-        """Return a request's OrderPriority, as the tiers were at the last :meth:`take_touched` if it is queued."""
+        """Return a request's OrderPriority, for a queued one as of the last :meth:`take_touched`."""
         num_cached, num_prompt = self.num_cached_tokens(state), state.num_prompt_tokens
         return order_priority(num_cached, num_prompt - num_cached) if num_cached < num_prompt else float(num_prompt)
 
     def num_cached_tokens(self, state: RequestState) -> int:
-        """Return how many tokens a request's prompt begins with that are in some tier, as :meth:`priority` knows it."""
+        """Return the number of leading prompt tokens in some tier, as :meth:`priority` uses it."""
         num_cached = 0
         if state.is_queued and self._follows_changes:
             for watched in state.watched:

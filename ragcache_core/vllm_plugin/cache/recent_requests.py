@@ -1,4 +1,4 @@
-"""What became of the latest requests, each in its times: how long it was queued, loaded, prefilled and answered."""
+"""The latest requests with their phases: queued, loaded, prefilled, answered."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ _MAX_DOCUMENTS = 16
 
 
 class RecentRequests:
-    """The ``max_requests`` requests that ended last; a forgotten document is named in none of them."""
+    """The last ``max_requests`` ended requests, without the names of deleted documents."""
 
     def __init__(self, max_requests: int = MAX_REQUESTS) -> None:
         self._ended: deque[tuple[float, dict[str, object]]] = deque(maxlen=max_requests)
 
     def add(self, state: RequestState, ended_s: float) -> None:
-        """Take in a request that ended."""
+        """Add an ended request."""
         self._ended.append((state.arrived_s, {**_times_of(state), "total_s": ended_s - state.arrived_s}))
 
     def forget(self, doc_ids: Set[DocId]) -> None:
-        """Name documents no more."""
+        """Remove the names of documents."""
         for _, said in self._ended:
             said["doc_ids"] = [doc_id for doc_id in _names(said) if doc_id not in doc_ids]
 
     def forget_all(self) -> None:
-        """Name no document any more that was asked about up to now."""
+        """Remove the names of all documents so far."""
         for _, said in self._ended:
             said["doc_ids"] = []
 
     def newest(self, running: Iterable[RequestState], limit: int, now_s: float) -> list[dict[str, object]]:
-        """Return the latest ``limit`` requests, those that are ``running`` first, and when each came.
+        """Return the latest ``limit`` requests, ``running`` ones first, with their arrival.
 
         Times are seconds since then; None is not yet, or never. Of a request's documents the first are named, none
         where it has a salt or one of them is forgotten.

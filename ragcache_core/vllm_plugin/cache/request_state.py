@@ -1,4 +1,4 @@
-"""All that is known of a request in the engine, and what is counted over all of them."""
+"""The state of a request in the engine, and counts over all requests."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Key = bytes
 
 @dataclass(slots=True, eq=False)
 class WatchedNode:
-    """A node on the paths of queued requests: how much of their prompts is cached from their start to its end.
+    """A node on the prefixes of queued requests, with the cached tokens from its start to its end.
 
     ``num_tokens`` are those before it and its own that are cached, which count where all before it ``is_whole``. One
     object serves all ``requests``: a block that is loaded of a document which hundreds wait for changes one number.
@@ -32,7 +32,7 @@ class WatchedNode:
 
     @property
     def counts(self) -> bool:
-        """Whether everything before it is cached."""
+        """Whether the whole prefix before it is cached."""
         before = self.before
         while before is not None and before.is_whole:
             before = before.before
@@ -56,6 +56,7 @@ class RequestState:
         num_wasted_tokens: those of them that count as wasted now.
         is_used: it is a prefill, and a real request came whose prompt begins with its blocks.
         preempted_s, paused_s: since when it is preempted while speculative, and how long it was so before.
+        is_audit: it is the engine's own, and repeats an answer: no statistics count it.
         retained: the last block of its path, which the tree keeps for it.
         tail_ids: ids of documents that begin in its prompt's last block, which is not full.
         prefill_s: how long its prefill takes with its cached blocks, as of its arrival or admission.
@@ -82,6 +83,7 @@ class RequestState:
     is_salted: bool = False
     tenant: str | None = None
     segments: Sequence[PathSegment] = ()
+    is_audit: bool = False
     num_local_tokens: int = 0
     num_tokens_by_tier: list[int] = field(default_factory=lambda: [0] * len(Origin))
     num_loaded_bytes: int = 0
@@ -112,31 +114,31 @@ class RequestState:
 
     @property
     def is_speculative(self) -> bool:
-        """Whether it was sent ahead of a search's end, and is not confirmed yet."""
+        """Whether it is speculative and not confirmed."""
         return self.metadata.speculation is not None and not self.is_confirmed
 
     @property
     def is_pending(self) -> bool:
-        """Whether it is real, and its prefill has not ended yet."""
-        return self.first_token_s is None and not self.is_speculative
+        """Whether it is real, and its prefill has not ended."""
+        return self.first_token_s is None and not self.is_speculative and not self.is_audit
 
     @property
     def waited_s(self) -> float | None:
-        """How long it was queued, at first and whenever it was preempted while speculative; None until admitted."""
+        """Queue time in seconds, including preemptions while speculative; ``None`` until admitted."""
         return None if self.admitted_s is None else self.admitted_s - self.arrived_s + self.paused_s
 
     @property
     def num_cached_tokens(self) -> int:
-        """Prompt tokens that did not have to be computed."""
+        """Number of prompt tokens that were cached."""
         return sum(self.num_tokens_by_tier)
 
     @property
     def _load_s(self) -> float | None:
-        """Seconds from its admission until KV of lower tiers lay in its blocks; None without an asynchronous load."""
+        """Seconds from admission until its loads ended; ``None`` without an asynchronous load."""
         return None if self.loaded_s is None or self.admitted_s is None else self.loaded_s - self.admitted_s
 
     def to_dict(self) -> dict[str, object]:
-        """Return the body of the engine's per-request route; see ``client/stats/cache_stats.py``."""
+        """Return the response of the engine's per-request route; see ``client/stats/cache_stats.py``."""
         return {
             **{f"num_{origin.label}_tokens": self.num_tokens_by_tier[origin] for origin in Origin},
             "num_loaded_bytes": self.num_loaded_bytes,
@@ -162,7 +164,7 @@ class RequestState:
 
 
 def arrived_s(now_s: float, age_s: float, last_step: tuple[float, float]) -> float:
-    """Return since when a request waits that the engine core takes in now, ``age_s`` after its server had it.
+    """Return the arrival time at the server of a request that reaches the engine core after ``age_s`` seconds.
 
     An engine core takes requests in between two steps. What came during the ``last_step``, given by its first and its
     last moment, waited for its end; the rest of its age was its way. The server's clock may differ: an age below 0 is
@@ -174,7 +176,7 @@ def arrived_s(now_s: float, age_s: float, last_step: tuple[float, float]) -> flo
 
 @dataclass(slots=True)
 class Counters:
-    """What happened since the engine started.
+    """Counts of events since the engine started.
 
     The tokens by tier, or other origin, are those of every look-up; requests count once they are real: sent as such, or
     confirmed. Corrupt and dropped chunks are those of the disk and of the shared store, which are counted apart, too.
@@ -206,7 +208,7 @@ class Counters:
         self.num_reordered_prompts += state.metadata.is_reordered
 
     def to_dict(self) -> dict[str, object]:
-        """Return them by name, but for the tiers', which each tier reports."""
+        """Return the counts by name, without those of tiers."""
         return {name: getattr(self, name) for name in _REPORTED}
 
 

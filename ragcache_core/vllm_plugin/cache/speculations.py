@@ -1,4 +1,4 @@
-"""Speculative requests: prefilled or answered ahead while a search goes on (RAGCache §5.3)."""
+"""Speculative requests: prefilled or answered during a search (RAGCache §5.3)."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _MAX_ENDED = 64
 
 @dataclass(frozen=True, slots=True)
 class Confirmed:
-    """The requests of a speculation that is confirmed now: those in the engine, and those that ended before."""
+    """The requests of a confirmed speculation: those in the engine, and those that ended before."""
 
     alive: list[RequestState]
     ended: list[RequestState]
 
 
 class QueuedSpeculations:
-    """Confirms the requests of speculations, and counts what they cost.
+    """Confirms speculative requests, and counts their cost.
 
     A confirmation may come at any time: before its request (the two travel separately), while it is queued or runs, or
     after it has ended by itself. Of speculations whose request has not arrived yet, and of those whose request has
@@ -53,7 +53,7 @@ class QueuedSpeculations:
         return self._num_unconfirmed > 0
 
     def on_new_request(self, state: RequestState) -> None:
-        """Take a request in; one that was confirmed before it came is real from the beginning."""
+        """Add a request; one that was confirmed before its arrival is real."""
         speculation = state.metadata.speculation
         if speculation is None:
             self._use_prefills(state)
@@ -67,7 +67,7 @@ class QueuedSpeculations:
             self._num_unconfirmed += 1
 
     def confirm(self, speculation: str, requests: Iterable[RequestState], tenant: str | None = None) -> Confirmed:
-        """Make a tenant's speculation's requests real, and return them; ``requests`` are all in the engine.
+        """Make a tenant's speculative requests real, and return them; ``requests`` are all in the engine.
 
         Repeating it, and an unknown id, do no harm.
         """
@@ -86,7 +86,7 @@ class QueuedSpeculations:
         return confirmed
 
     def on_admitted(self, state: RequestState) -> None:
-        """Record that a request begins, or resumes; of several of one speculation, the first counts."""
+        """Record that a request starts or resumes; the first of a speculation counts."""
         speculation = state.metadata.speculation
         if speculation is None or state.waited_s is None:
             return
@@ -98,21 +98,21 @@ class QueuedSpeculations:
 
     @property
     def has_waited(self) -> bool:
-        """Whether :meth:`take_waited_s` has something to return."""
+        """Whether :meth:`take_waited_s` has results."""
         return bool(self._waited_s)
 
     def take_waited_s(self) -> dict[str, tuple[float, str | None]]:
-        """Return the speculations admitted since the last call: the time of each in the queue, and its tenant."""
+        """Return the queue time and tenant of each speculation admitted since the last call."""
         waited_s, self._waited_s = self._waited_s, {}
         return waited_s
 
     def on_computed(self, state: RequestState, num_tokens: int) -> None:
-        """Count prompt tokens that are computed for a speculative request."""
+        """Count prompt tokens computed for a speculative request."""
         state.num_speculative_tokens += num_tokens
         self.num_tokens += num_tokens
 
     def on_finished(self, state: RequestState) -> None:
-        """Release a request; what was computed for it is wasted unless it is confirmed after all, or was a forecast."""
+        """Remove a request; its computed tokens are wasted unless it is confirmed later, or was a forecast."""
         speculation = state.metadata.speculation
         if speculation is None:
             return
@@ -126,7 +126,7 @@ class QueuedSpeculations:
             _append(self._ended, speculation, state)
 
     def forget(self, doc_ids: Set[DocId] | None) -> None:
-        """Know ended requests with some documents, or with any, no more by what they showed."""
+        """Forget what ended requests with some (or any) documents showed."""
         for ended in (*self._ended.values(), *self._unused_prefills.values()):
             for state in ended:
                 if doc_ids is None or any(segment.doc_id in doc_ids for segment in state.metadata.segments):
@@ -135,7 +135,7 @@ class QueuedSpeculations:
                     state.has_forgotten = True
 
     def to_dict(self) -> dict[str, object]:
-        """Return the counts by the names that they have in the engine's report."""
+        """Return the counts by their names in the engine's report."""
         return {
             "num_speculative_requests": self.num_requests,
             "num_confirmed_speculations": self.num_confirmed,
@@ -161,7 +161,7 @@ class QueuedSpeculations:
 
 
 def _append(states: TenantEntries[_Key, list[RequestState]], key: _Key, state: RequestState) -> None:
-    """Add a request to those with the same key; only the first ``_MAX_ENDED`` are kept."""
+    """Add a request to those with the same key; keep at most ``_MAX_ENDED``."""
     known = states.get(state.tenant, key) or []
     if len(known) < _MAX_ENDED:
         states.put(state.tenant, key, [*known, state])

@@ -1,4 +1,4 @@
-"""What the engine counts of each tenant, which he alone is shown; his and each collection's share of every tier."""
+"""Statistics of each tenant, which only that tenant sees, and each owner's share of every tier."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class _Tenant:
 
 
 class TenantFigures:
-    """One engine's tenants and collections; False where there are none, and then nothing is counted."""
+    """The tenants and collections of an engine; false if there are none, and then nothing is counted."""
 
     def __init__(self, tree: KnowledgeTree, tokens_per_block: int, tenants: Tenants | None) -> None:
         self._tree = tree
@@ -47,11 +47,11 @@ class TenantFigures:
         return self._tenants is not None
 
     def of_salt(self, salt: str | None) -> str | None:
-        """Return the tenant of a salt; None if it is no tenant's."""
+        """Return the tenant of a salt; ``None`` for other salts."""
         return self._by_mark.get((salt or "").rpartition("-")[0])
 
     def is_own_salt(self, tenant: str | None, salt: str | None) -> bool:
-        """Return whether a salt is a tenant's alone, without a salt of the request."""
+        """Return whether a salt is exactly a tenant's, without a salt of the request."""
         return (
             self._tenants is not None
             and tenant is not None
@@ -65,15 +65,15 @@ class TenantFigures:
         return self._tenants.collection_of(doc_id)
 
     def tenant_of(self, owner: str | None) -> str | None:
-        """Return the tenant that an owner is; None for a collection and for no owner."""
+        """Return the tenant of an owner; ``None`` for a collection and for no owner."""
         return owner if owner in self._by_name else None
 
     def is_everybodys(self, owner: str | None) -> bool:
-        """Return whether requests without a tenant own it, alone or with a collection; False for former owners."""
+        """Return whether requests without a tenant own it, alone or with a collection; false for former owners."""
         return owner is None or (self._tenants is not None and owner in self._tenants.collections)
 
     def num_units_of(self, tenant: str | None, tier: Tier, num_units: int) -> int:
-        """Return how many of a tier's units are a tenant's share; None has what is no tenant's."""
+        """Return the number of a tier's blocks in a tenant's share; ``None``: the share without a tenant."""
         shares = self._tree.tiers[tier].shares
         return num_units - sum(map(shares.share_of, self._by_name)) if tenant is None else shares.share_of(tenant)
 
@@ -95,7 +95,7 @@ class TenantFigures:
         self._tree.tiers[tier].shares.divide(num_units, self._tenants.weights(), quotas)
 
     def on_admitted(self, state: RequestState) -> None:
-        """Count what was found of a tenant's prompt."""
+        """Count the cached tokens of a tenant's prompt."""
         if (tenant := self._by_name.get(state.tenant or "")) is not None:
             for tier, num_tokens in enumerate(state.num_tokens_by_tier):
                 tenant.num_tokens_by_tier[tier] += num_tokens
@@ -111,7 +111,7 @@ class TenantFigures:
         return self._by_name[name].uses
 
     def paths(self, name: str) -> PrefixPublisher:
-        """Return the publisher of cached paths of a tenant's documents."""
+        """Return the publisher of cached prefixes of a tenant's documents."""
         return self._by_name[name].paths
 
     def forget(self, doc_ids: Iterable[DocId]) -> None:
@@ -132,7 +132,7 @@ class TenantFigures:
     def report(
         self, tiers: Mapping[Tier, TierReport], blocks_per_unit: int, *, has_documents: bool
     ) -> dict[str, dict[str, object]]:
-        """Return each tenant's own part of the engine's report, with the most used documents if asked for."""
+        """Return each tenant's part of the engine's report, with the most used documents on request."""
         return {
             name: {
                 "num_requests": tenant.num_requests,
@@ -152,7 +152,7 @@ class TenantFigures:
     def report_collections(
         self, tiers: Mapping[Tier, TierReport], blocks_per_unit: int
     ) -> dict[str, dict[str, object]]:
-        """Return what each collection has of the tiers."""
+        """Return each collection's usage of the tiers."""
         return {
             name: {"tiers": [self._tier_report(name, *each, blocks_per_unit) for each in sorted(tiers.items())]}
             for name in (() if self._tenants is None else self._tenants.collections)

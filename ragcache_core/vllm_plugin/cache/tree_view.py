@@ -1,4 +1,4 @@
-"""A picture of the knowledge tree for people: its most used nodes, where they lie, and what they take there."""
+"""The knowledge tree for display: its most used nodes, with tiers and sizes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MAX_NODES = 1000
 
 
 def tree_view(tree: KnowledgeTree, block_bytes: Mapping[Tier, int], limit: int) -> Steps:
-    """Return the ``limit`` nodes that are used most, each after the one before it on its path.
+    """Return the ``limit`` most used nodes, each after its parent.
 
     ``block_bytes`` are those of a block in each tier that there is. Nodes that lie in no tier are left out with all
     behind them, and so is what requests with a salt have; ``num_left_out`` counts these too. It looks at the children

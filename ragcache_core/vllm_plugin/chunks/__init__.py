@@ -1,1 +1,1 @@
-"""Reuse of a document's KV at any position (Cache-Craft), as a connector of vLLM."""
+"""Chunk reuse (Cache-Craft): reuse of a document's KV at other positions, as a vLLM connector."""

@@ -1,4 +1,4 @@
-"""How the parts of chunk reuse are built for an engine, on the scheduler's side and on the workers'."""
+"""Build the parts of chunk reuse for an engine, on the scheduler's and the workers' side."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _RUN_TOKENS = 16
 
 
 def check_engine(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
-    """Refuse an engine whose tokens chunk reuse could not provide.
+    """Reject an engine that chunk reuse does not support.
 
     Raises:
         ConfigError: with what stands against it.
@@ -112,7 +112,7 @@ def build_scheduling(
 def open_disk(
     library: ChunkManager, places: Sequence[PagesPlace], settings: PluginSettings, vllm_config: VllmConfig
 ) -> None:
-    """Have the library keep chunks on disk too, if that is configured, and take up what is there.
+    """Store chunks on disk too, if configured, and load those that are there.
 
     Args:
         library: keeps book of them.
@@ -154,7 +154,7 @@ def open_disk(
 
         disk = ChunkDisk(open_store, disk_bytes, parts, vllm_config.cache_config.block_size)
         library.open_disk(disk)
-    except (CacheTierError, ConfigError) as error:  # the latter where its key is gone
+    except (CacheTierError, ConfigError) as error:  # ConfigError: its key is missing
         if disk is not None:
             disk.close()
         if STARTED_AGAIN_ENV not in os.environ:
@@ -169,7 +169,7 @@ def open_disk(
 def build_execution(
     settings: PluginSettings, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, model_runner: Any
 ) -> tuple[ChunkExecutor, ChunkMemory]:
-    """Return a worker's executor, and its memory, which the caller closes.
+    """Return a worker's executor, and its memory; the caller closes them.
 
     Raises:
         ConfigError: the model is unsupported, or the memory does not hold a page.

@@ -1,11 +1,10 @@
-"""vLLM's door to chunk reuse: the connectors of RAGCache, and tokens that are provided rather than prefilled.
+"""The connectors of chunk reuse for vLLM: they provide tokens that vLLM need not prefill.
 
-A request with chunk reuse on is offered, in its turn, all of its tokens but the last. vLLM lets it wait, with its
-blocks, as for KV from elsewhere; the workers bring stored chunks and compute the rest, slice by slice beside the steps
-of other requests; then vLLM computes the last token and goes on as ever. What the exact cache holds of its prompt, in
-GPU memory or in the tiers below, is used first.
+The connector offers a scheduled request with chunk reuse all of its tokens but the last. vLLM lets the request wait
+with its blocks, as for remote KV. The workers load stored chunks and compute the rest, in slices during the steps of
+other requests. Then vLLM computes the last token and continues as usual. Exact hits in any tier are used first.
 
-These connectors stand in for :class:`RAGCacheConnector` and :class:`DocumentConnector` where chunk reuse is configured;
+These connectors replace :class:`RAGCacheConnector` and :class:`DocumentConnector` where chunk reuse is configured;
 an engine without it never loads this module.
 """
 
@@ -13,13 +12,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from random import Random
 from typing import TYPE_CHECKING, Any
 
+from ragcache_core.chunk.guard import DEFAULT_KIND, ErrorGuard, guarded_alphas
 from ragcache_core.chunk.types import chunk_spans
 from ragcache_core.config import ChunkReuseRequest
 from ragcache_core.errors import ConfigError
 from ragcache_core.types import Origin, SegmentKind
 from ragcache_core.vllm_plugin.build_context import building
+from ragcache_core.vllm_plugin.chunks.audits import AnswerAudits
 from ragcache_core.vllm_plugin.chunks.build import build_execution, build_scheduling, check_engine, open_disk
 from ragcache_core.vllm_plugin.chunks.messages import ChunkReport, ChunkStep
 from ragcache_core.vllm_plugin.chunks.private_hashes import private_hash, private_hashes
@@ -55,13 +57,13 @@ if TYPE_CHECKING:
 
 
 _MAX_CHUNKS = 128
-"""Documents of a request with chunk reuse; a request with more is prefilled. What each of them looked at in each
-before it is measured and kept."""
+"""Maximum number of documents of a request with chunk reuse, as attention is measured for each pair; others are
+prefilled."""
 
 
 @dataclass(slots=True)
 class ChunkWorker(KVConnectorHandshakeMetadata):
-    """What a worker says at the start: where its pages are, and whether it computes rows that stand anywhere.
+    """A worker's handshake: its pages, and whether it computes scattered rows.
 
     ``below`` is what the connector below says.
     """
@@ -73,7 +75,7 @@ class ChunkWorker(KVConnectorHandshakeMetadata):
 
 @dataclass(slots=True)
 class ChunkMetadata(KVConnectorMetadata):
-    """A step's metadata: ours, and that of the connector below."""
+    """A step's metadata: of chunk reuse, and of the connector below."""
 
     step: ChunkStep
     below: KVConnectorMetadata
@@ -81,13 +83,13 @@ class ChunkMetadata(KVConnectorMetadata):
 
 @dataclass(slots=True)
 class ChunkWorkerMetadata(KVConnectorWorkerMetadata):
-    """What workers answer: ours, and what the connector below answers."""
+    """The workers' report: of chunk reuse, and of the connector below."""
 
     report: ChunkReport
     below: KVConnectorWorkerMetadata | None
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> ChunkWorkerMetadata:
-        """Return the answers of two workers as one."""
+        """Return the reports of two workers as one."""
         assert isinstance(other, ChunkWorkerMetadata)
         below = self.below or other.below
         if self.below is not None and other.below is not None:
@@ -97,14 +99,16 @@ class ChunkWorkerMetadata(KVConnectorWorkerMetadata):
 
 @dataclass(slots=True)
 class _Offer:
-    """Tokens that a waiting request is offered: ``num_exact`` from the tiers below, then ``num_provided``."""
+    """Tokens offered to a waiting request: ``num_exact`` from the tiers, then ``num_provided``."""
 
     num_below: int
     num_provided: int
 
 
 class ChunkReuseConnector(KVConnectorBase_V1):
-    """What chunk reuse adds to a connector, on both sides."""
+    """Chunk reuse as an addition to a connector, on both sides."""
+
+    audits: AnswerAudits | None
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         assert vllm_config.kv_transfer_config is not None
@@ -131,6 +135,12 @@ class ChunkReuseConnector(KVConnectorBase_V1):
                 is_guess=self._is_speculative,
             )
             self._library = self.scheduling.library
+            if self._reuse.max_error is not None:
+                largest = settings.alpha_for(ChunkReuseRequest())
+                assert largest is not None
+                alphas = guarded_alphas(largest)
+                self.audits = AnswerAudits(ErrorGuard(self._reuse.max_error, alphas, Random(0).random))  # noqa: S311
+                self._library.guard = self.audits.guard
         with building(vllm_config, kv_cache_config, chunks=self._library):
             super().__init__(vllm_config, role, kv_cache_config)
 
@@ -148,6 +158,8 @@ class ChunkReuseConnector(KVConnectorBase_V1):
     def _begin(self, controller: CacheController) -> None:
         super()._begin(controller)
         controller.forgetting.add_holder(self.scheduling)
+        if self.audits is not None:
+            controller.forgetting.add_holder(self.audits)
 
     def _read(self, request: Request, metadata: RequestMetadata) -> None:
         documents = [segment for segment in metadata.segments if segment.kind is SegmentKind.DOCUMENT]
@@ -168,13 +180,18 @@ class ChunkReuseConnector(KVConnectorBase_V1):
     def _options(
         self, request: Request, override: ChunkReuseRequest, metadata: RequestMetadata, *, reuses: bool
     ) -> ReuseOptions | None:
-        """Return how a request's chunks are reused; None if they cannot be."""
+        """Return a request's chunk-reuse settings; ``None`` if none of its chunks can be reused."""
         reuse = self._reuse
         if not is_identified_by_tokens(request) or request.skip_reading_prefix_cache:
             return None
         alpha = self._chunk_settings.alpha_for(override)
         if alpha is None:  # what that quality takes was not measured
             return None
+        if self.audits is not None and reuses:
+            if override.model_dump(exclude_none=True, exclude={"kind"}):  # the bound holds for the engine's alone
+                return None
+            guarded = self.audits.alpha_for(request, override.kind or reuse.kind or DEFAULT_KIND)
+            reuses, alpha = guarded is not None, alpha if guarded is None else guarded
         return ReuseOptions(
             selection=reuse.selection if override.selection is None else override.selection,
             alpha=alpha,
@@ -185,7 +202,7 @@ class ChunkReuseConnector(KVConnectorBase_V1):
         )
 
     def _look_for_shared(self, request: Request) -> bool:
-        """Have a request look up what others with its settings left behind what is cached exactly of it, if they did.
+        """Look up approximate blocks after the exact hit, from requests with the same settings.
 
         Return whether it looks for anything else than before.
         """
@@ -209,6 +226,8 @@ class ChunkReuseConnector(KVConnectorBase_V1):
         return False
 
     def _match_below(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        if self.is_audit(request):
+            return 0, False
         if self._look_for_shared(request):
             return None, False  # the look-up was for other blocks
         state = self._controller.state_of(request.request_id)
@@ -253,7 +272,7 @@ class ChunkReuseConnector(KVConnectorBase_V1):
             self._keep_apart(request, first)
 
     def _keep_apart(self, request: Request, first_approximate: int) -> None:
-        """Let only requests with the same settings find blocks from the one with the first approximate token on.
+        """Restrict blocks from the first approximate token on to requests with the same settings.
 
         They are kept in GPU memory alone.
         """
@@ -278,7 +297,7 @@ class ChunkReuseConnector(KVConnectorBase_V1):
         return controller
 
     def _real_ones_first(self, request_ids: Iterable[str]) -> list[str]:
-        """Return which jobs may run; speculative ones wait while a real request is being prefilled.
+        """Return the jobs that may run; speculative ones wait while a real request is prefilled.
 
         One that only waits holds nothing back: what it waits for may be the blocks of such a job, which vLLM takes
         back when the job has ended.
@@ -318,8 +337,13 @@ class ChunkReuseConnector(KVConnectorBase_V1):
     ) -> tuple[bool, dict[str, Any] | None]:
         self._offers.pop(request.request_id, None)
         figures = self.scheduling.on_finished(request.request_id)
-        if figures is not None and (figures.num_reused_tokens or figures.num_prefix_tokens):
+        is_approximate = figures is not None and bool(figures.num_reused_tokens or figures.num_prefix_tokens)
+        if figures is not None and is_approximate:
             self._controller.on_chunks_reused(request.request_id, figures.to_stats())
+        state = self._controller.state_of(request.request_id)
+        if self.audits is not None and state is not None:
+            is_shown = not (state.is_speculative or state.metadata.is_prefill)
+            self.audits.on_finished(request, is_shown=is_shown, is_approximate=is_approximate)
         finished: tuple[bool, dict[str, Any] | None] = super()._finish(request, outcome)
         return finished
 
@@ -330,6 +354,9 @@ class ChunkReuseConnector(KVConnectorBase_V1):
 
     def forget_weights(self) -> None:
         self.scheduling.clear()
+        if self.audits is not None:
+            self.audits.clear()
+            self.audits.guard.forget()
         super().forget_weights()
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[Rank, KVConnectorHandshakeMetadata]) -> None:
@@ -346,7 +373,7 @@ class ChunkReuseConnector(KVConnectorBase_V1):
     # Worker side
 
     def attach(self, model_runner: Any) -> None:
-        """Take the model of this worker, whose KV cache is there.
+        """Take the model of this worker, whose KV cache is allocated.
 
         Raises:
             ConfigError: chunk reuse cannot be done with it.
@@ -355,7 +382,7 @@ class ChunkReuseConnector(KVConnectorBase_V1):
 
     @property
     def execution(self) -> ChunkExecutor:
-        """The worker's side, once the model is there."""
+        """The worker's side; available after the model."""
         assert self._execution is not None, "chunk reuse needs --worker-cls RAGCacheWorker"
         return self._execution
 
@@ -394,7 +421,7 @@ class ChunkReuseConnector(KVConnectorBase_V1):
 
 
 def _progress(output: SchedulerOutput) -> Mapping[str, tuple[int, int]]:
-    """Return from which token to which each request is computed in a step."""
+    """Return the token range of each request in a step."""
     scheduled, cached = output.num_scheduled_tokens, output.scheduled_cached_reqs
     starts = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
     starts.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
@@ -402,7 +429,7 @@ def _progress(output: SchedulerOutput) -> Mapping[str, tuple[int, int]]:
 
 
 class ChunkRAGCacheConnector(ChunkReuseConnector, RAGCacheConnector):
-    """GPU, host and disk, with chunk reuse."""
+    """The connector with GPU, host and disk tier and chunk reuse."""
 
     @classmethod
     def without_host(cls) -> type[DocumentConnector]:
@@ -410,4 +437,4 @@ class ChunkRAGCacheConnector(ChunkReuseConnector, RAGCacheConnector):
 
 
 class ChunkDocumentConnector(ChunkReuseConnector, DocumentConnector):
-    """The GPU tier alone, with chunk reuse."""
+    """The connector with the GPU tier and chunk reuse."""

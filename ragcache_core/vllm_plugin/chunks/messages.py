@@ -1,4 +1,4 @@
-"""What the scheduler's side of chunk reuse tells the workers in a step, and what they answer.
+"""Messages between the scheduler's side of chunk reuse and the workers.
 
 Everything that decides is in here: which positions are computed, which slices run in which step. So all workers of a
 tensor-parallel model do the same in the same step, each with its own heads.
@@ -20,7 +20,7 @@ CaptureId = tuple[str, ChunkKey, int]
 
 @dataclass(frozen=True, slots=True)
 class Capture:
-    """A chunk whose KV is kept once it is computed.
+    """A chunk whose KV is stored after its computation.
 
     It stands at tokens ``[start, end)`` of the prompt, after the chunks at ``before``; ``pages`` are those of the
     workers' memory.
@@ -35,7 +35,7 @@ class Capture:
 
 @dataclass(frozen=True, slots=True)
 class CaptureStep:
-    """Tokens ``[start, end)`` of a request are computed in this step by vLLM, and belong to ``captures``."""
+    """Tokens ``[start, end)`` of a request that vLLM computes in this step, for ``captures``."""
 
     block_ids: np.ndarray
     start: int
@@ -45,7 +45,7 @@ class CaptureStep:
 
 @dataclass(frozen=True, slots=True)
 class Injection:
-    """Tokens ``[first, last)`` of a prompt get the stored KV of a chunk that stands at ``start``."""
+    """Tokens ``[first, last)`` of a prompt that get the stored KV of a chunk that begins at ``start``."""
 
     start: int
     first: int
@@ -55,7 +55,7 @@ class Injection:
 
 @dataclass(frozen=True, slots=True)
 class FocusRequest:
-    """Find the chunks that the question attends to, and stop computing the others (Cache-Craft Algorithm 1).
+    """Find the chunks to which the question attends, and stop computing the others (Cache-Craft Algorithm 1).
 
     ``question_start`` is the first token of the question, and ``chunks`` are all chunks of the prompt. ``droppable``
     are indices in ``chunks`` of those that stored KV can replace. The chunks are found when ``window`` layers in a row
@@ -70,7 +70,7 @@ class FocusRequest:
 
 @dataclass(frozen=True, slots=True)
 class ChunkJob:
-    """The tokens of a request that chunk reuse provides: stored KV, and what is computed.
+    """The tokens of a request that chunk reuse provides: stored KV, and recomputed tokens.
 
     ``positions`` and ``token_ids`` [num_rows] are what is computed, sorted by position. With ``awaits_load`` the tiers
     below bring exact tokens first. ``prefill_s`` is about how long the rows take.
@@ -89,7 +89,7 @@ class ChunkJob:
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """The next ``num_rows`` of a job run in this step; with 0 it has none left, and ends."""
+    """The next ``num_rows`` of a job in this step; 0 ends the job."""
 
     request_id: str
     num_rows: int
@@ -112,14 +112,14 @@ class ChunkStep:
 
 @dataclass(frozen=True, slots=True)
 class CapturedChunk:
-    """What was measured of a chunk whose KV lies in its pages now; sums over its tokens, means of layers and heads."""
+    """The statistics of a captured chunk: sums over its tokens, means over layers and heads."""
 
     inter: tuple[float, ...]
     intra: float
     token_inter: tuple[float, ...]
 
     def plus(self, other: CapturedChunk) -> CapturedChunk:
-        """Return the sum of two workers' figures, each of its own heads."""
+        """Return the sum of two workers' statistics, each of its own heads."""
         return CapturedChunk(
             tuple(a + b for a, b in zip(self.inter, other.inter, strict=True)),
             self.intra + other.intra,
@@ -127,7 +127,7 @@ class CapturedChunk:
         )
 
     def mean_of(self, num_workers: int) -> CapturedChunk:
-        """Return the mean of what ``num_workers`` measured."""
+        """Return the mean over ``num_workers`` workers."""
         if num_workers == 1:
             return self
         return CapturedChunk(
@@ -139,7 +139,7 @@ class CapturedChunk:
 
 @dataclass(slots=True)
 class ChunkReport:
-    """What workers did in a step.
+    """The workers' work in a step.
 
     ``num_captured`` and ``captured`` are the chunks whose KV was kept, by how many workers, and the sums of what they
     measured; ``num_loaded`` says of how many workers the tiers below have brought a request's exact tokens.

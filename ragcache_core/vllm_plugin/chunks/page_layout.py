@@ -1,4 +1,4 @@
-"""How the KV of a chunk lies in memory and on disk, and how much it takes.
+"""Layout and size of a chunk's KV in memory and on disk.
 
 A chunk's KV lies in pages of ``tokens_per_page`` tokens of all layers. The library, on the scheduler's side, gives out
 the pages; every worker has the same pages for its own layers and heads.
@@ -18,7 +18,7 @@ from ragcache_core.errors import ConfigError
 from ragcache_core.types import DocId
 
 STATISTICS_BYTES = 4096
-"""Size of a piece of what is stored about a chunk beside its pages."""
+"""Bytes of a piece of a chunk's statistics on disk."""
 
 _SLOT_BYTES = 4096  # slots on disk are aligned to this
 _KEY_BYTES = 32
@@ -36,7 +36,7 @@ class LayerShape:
 
 
 def digest_of(doc_id: DocId) -> str:
-    """Return how a document is named beside its chunks: short enough for all of a prompt's to be noted with each."""
+    """Return a document's digest, short enough to store all of a prompt's with each chunk."""
     return hashlib.sha256(doc_id.encode("utf-8", "surrogateescape")).hexdigest()[:_DIGEST_CHARS]
 
 
@@ -46,12 +46,12 @@ def pack_token_ids(token_ids: Sequence[int]) -> bytes:
 
 
 def num_pages_of(num_tokens: int, tokens_per_page: int) -> int:
-    """Return how many pages a chunk takes."""
+    """Return the number of pages of a chunk."""
     return -(-num_tokens // tokens_per_page)
 
 
 def num_pages_within(capacity_bytes: int, page_bytes: int) -> int:
-    """Return how many pages, of ``page_bytes`` in all workers together, host memory's share for chunks holds.
+    """Return the number of pages (``page_bytes`` over all workers) that fit into host memory's share for chunks.
 
     Raises:
         ConfigError: not one.
@@ -66,12 +66,12 @@ def num_pages_within(capacity_bytes: int, page_bytes: int) -> int:
 
 
 def num_disk_pages_within(capacity_bytes: int, page_bytes: int, tokens_per_page: int) -> int:
-    """Return how many pages of all workers fit on the disk, with the statistics of their chunks."""
+    """Return the number of pages of all workers that fit on the disk, with their chunks' statistics."""
     return capacity_bytes // (aligned_bytes(page_bytes) + statistics_bytes_per_page(tokens_per_page))
 
 
 def statistics_bytes_per_page(tokens_per_page: int) -> int:
-    """Return what is set aside for a chunk's tokens and statistics for each of its pages.
+    """Return the bytes reserved per page for a chunk's tokens and statistics.
 
     A token takes 12 bytes. The piece on top is for what a chunk of one page says of its prefix: 44 bytes for each of
     up to 80 chunks before it.
@@ -80,18 +80,18 @@ def statistics_bytes_per_page(tokens_per_page: int) -> int:
 
 
 def aligned_bytes(num_bytes: int) -> int:
-    """Return what a page takes on disk."""
+    """Return the bytes of a page on disk."""
     return -(-num_bytes // _SLOT_BYTES) * _SLOT_BYTES
 
 
 def part_key(key: ChunkKey, number: int, part: int) -> bytes:
-    """Return the key, on disk, of a page of a variant, or of a piece of its statistics."""
+    """Return the key on disk of a version's page, or of a piece of its statistics."""
     assert len(key) == _KEY_BYTES
     return key + number.to_bytes(8, "big") + part.to_bytes(4, "big")
 
 
 def read_part_key(stored_key: bytes) -> tuple[ChunkKey, int, int] | None:
-    """Return key, number and part of what :func:`part_key` made; None for anything else."""
+    """Return key, number and part of a key of :func:`part_key`; ``None`` for others."""
     if len(stored_key) != _KEY_BYTES + 12:
         return None
     number = int.from_bytes(stored_key[_KEY_BYTES : _KEY_BYTES + 8], "big")
@@ -124,14 +124,14 @@ def pack_statistics(statistics: ChunkStatistics, token_ids: bytes) -> list[bytes
 
 
 def num_statistics_pieces(first_piece: bytes) -> int:
-    """Return how many pieces a chunk's statistics have, by the first one; 0 if it is none."""
+    """Return the number of pieces of a chunk's statistics, from the first one; 0 if invalid."""
     format_, num_tokens, num_prefix, *_ = _HEADER.unpack_from(first_piece)
     num_bytes = _HEADER.size + 12 * num_tokens + (_KEY_BYTES + 12) * num_prefix
     return -(-num_bytes // STATISTICS_BYTES) if format_ == _FORMAT else 0
 
 
 def unpack_statistics(pieces: Iterable[bytes]) -> tuple[ChunkStatistics, bytes]:
-    """Return the statistics and the token ids that :func:`pack_statistics` packed.
+    """Return statistics and token ids packed by :func:`pack_statistics`.
 
     Raises:
         ValueError: the pieces are not such.

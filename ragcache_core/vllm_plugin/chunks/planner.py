@@ -1,4 +1,4 @@
-"""Plans for requests: which stored chunks are reused, once they are sure to stay."""
+"""Plans for requests: the stored chunks to reuse, which are pinned."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ragcache_core.vllm_plugin.chunks.reuse_state import ReuseState
 
 
 class ChunkPlans:
-    """Makes plans and pins what they reuse.
+    """Makes plans, and pins their chunks.
 
     Args:
         library: which chunks are stored.
@@ -27,7 +27,7 @@ class ChunkPlans:
         """A plan that saves fewer is none: vLLM prefills such a request."""
 
     def preload(self, request_id: str, request: ReuseState) -> None:
-        """Have read what a request that will wait may reuse and lies on disk alone (Cache-Craft §3.5)."""
+        """Read chunks that a request will need and that are only on disk, while it is queued (Cache-Craft §3.5)."""
         stored = self._stored(request, 0) if request.options.reuses else {}
         if len(self._on_host(stored)) < len(stored):
             self.plan(request_id, request, 0)
@@ -74,14 +74,14 @@ class ChunkPlans:
         return {key: variants for key, variants in on_host.items() if variants}
 
     def injection(self, chunk: PlannedChunk, plan: ReusePlan) -> Injection:
-        """Return how a reused chunk comes into the paged cache."""
+        """Return the injection of a reused chunk into the paged cache."""
         span = chunk.span
         first, last = max(span.start, plan.start), min(span.end, plan.end)
         return Injection(span.start, first, last, self._library.pages(chunk.variant))
 
     @staticmethod
     def focus(request: ReuseState, plan: ReusePlan, reused: Sequence[PlannedChunk]) -> FocusRequest | None:
-        """Return what a question looks at while a job runs; None where it can let nothing go."""
+        """Return the focus of a question while a job runs; ``None`` if no chunk can be dropped."""
         droppable = tuple(request.spans.index(chunk.span) for chunk in reused if chunk.recomputed)
         question_start = request.spans[-1].end
         window = request.options.focus

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 
 def private_hash(block_hash: bytes, first: int, namespace: bytes) -> bytes:
-    """Return what a block is called in ``namespace`` where approximate KV begins with block ``first`` of the prompt.
+    """Return the hash of a block in ``namespace`` if approximate KV begins with block ``first`` of the prompt.
 
     So a block has one block alone before it.
     """
@@ -23,5 +23,5 @@ def private_hash(block_hash: bytes, first: int, namespace: bytes) -> bytes:
 
 
 def private_hashes(block_hashes: Sequence[bytes], first: int, namespace: bytes) -> list[bytes]:
-    """Return a request's block hashes, from block ``first`` on as they are in ``namespace``."""
+    """Return a request's block hashes, in ``namespace`` from block ``first`` on."""
     return [*block_hashes[:first], *(private_hash(each, first, namespace) for each in block_hashes[first:])]

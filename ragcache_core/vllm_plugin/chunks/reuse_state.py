@@ -1,4 +1,4 @@
-"""What is known of a request with chunk reuse on."""
+"""The chunk-reuse state of a request."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class ReuseOptions:
 
 @dataclass(slots=True)
 class ReuseFigures:
-    """What chunk reuse does for a request; see :class:`~ragcache_core.stats.ChunkReuseStats`.
+    """Chunk-reuse statistics of a request; see :class:`~ragcache_core.stats.ChunkReuseStats`.
 
     ``num_computed_rows`` are all that were computed for it, those that left on the way counted in part. ``overheads``
     are the CFOs of the chunks whose stored KV was considered, those that are computed wholly for it among them.
@@ -48,7 +48,7 @@ class ReuseFigures:
     variants: list[int] = field(default_factory=list)
 
     def to_stats(self) -> ChunkReuseStats:
-        """Return them as they are told; the answer is approximate."""
+        """Return the statistics in their public form; the answer is approximate."""
         return ChunkReuseStats(
             num_chunks=len(self.overheads),
             num_reused_tokens=self.num_reused_tokens,
@@ -62,7 +62,7 @@ class ReuseFigures:
 
 @dataclass(slots=True)
 class OpenCapture:
-    """A chunk of a request that is to be kept once it is computed."""
+    """A chunk of a request to store after its computation."""
 
     capture: Capture
     reservation: Reservation
@@ -75,7 +75,7 @@ class OpenCapture:
 
 @dataclass(slots=True)
 class ReuseState:
-    """A request with chunk reuse on, and where it stands."""
+    """A request with chunk reuse, and its progress."""
 
     token_ids: Sequence[int]
     spans: tuple[ChunkSpan, ...]
@@ -85,16 +85,16 @@ class ReuseState:
     documents: tuple[str, ...] = ()
     """Digests of the documents of ``spans``."""
     is_forgotten: bool = False
-    """A document of it was deleted; none of its KV is kept."""
+    """Whether one of its documents was deleted, so that none of its KV is stored."""
     figures: ReuseFigures = field(default_factory=ReuseFigures)
     offered: ReusePlan | None = None
     waits_since_s: float | None = None
-    """Since when it could begin, but for what is read from disk."""
+    """Time from which it only waits for disk reads."""
     computes_missing: bool = False
-    """It has waited long enough; what is not there is computed."""
+    """Whether it has waited long enough; missing chunks are computed."""
     is_tried: bool = False
     positions: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int64))
-    """What its job computes, sorted."""
+    """Sorted positions that its job computes."""
     num_rows_left: int = 0
     num_question_tokens: int = 0
     """Tokens of the question, which look on in every slice; 0 if none does."""
@@ -109,7 +109,7 @@ class ReuseState:
     open: dict[CaptureId, OpenCapture] = field(default_factory=dict)
 
     def next_rows(self, num_rows: int, num_runs: int) -> tuple[int, int]:
-        """Return how many of its next ``num_rows`` rows lie in ``num_runs`` runs at most, and in how many.
+        """Return how many of the next ``num_rows`` rows are in at most ``num_runs`` runs, and in how many.
 
         A run of neighbours is a sequence to vLLM.
         """
@@ -124,12 +124,12 @@ class ReuseState:
 
     @property
     def awaits_capture(self) -> bool:
-        """Whether workers keep a chunk of it now, and will say so."""
+        """Whether workers are storing one of its chunks."""
         return any(each.is_awaited for each in self.open.values())
 
 
 def statistics_of(each: OpenCapture, captured: CapturedChunk) -> ChunkStatistics | None:
-    """Return a chunk's statistics; None if what was measured is not what attention can be."""
+    """Return a chunk's statistics; ``None`` if the measurements are invalid."""
     try:
         off = math.fsum(mass * lost for mass, lost in zip(captured.inter, each.lost, strict=True))
         off = max(off / each.reservation.num_tokens, LEAST_LOST if any(each.lost) else 0.0)

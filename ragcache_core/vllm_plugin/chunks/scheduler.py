@@ -52,7 +52,7 @@ _MAX_SHARED = 1 << 16
 
 
 class ChunkScheduling:
-    """Decides for all requests with chunk reuse on. One thread calls it.
+    """Decides for all requests with chunk reuse. Used by one thread.
 
     Args:
         library: which chunks are stored.
@@ -110,7 +110,7 @@ class ChunkScheduling:
         options: ReuseOptions,
         doc_ids: Sequence[DocId] = (),
     ) -> None:
-        """Take a request with chunk reuse on; ``token_ids`` grow with its answer, ``doc_ids`` name its ``spans``."""
+        """Add a request with chunk reuse; ``token_ids`` grow with its answer, ``doc_ids`` name its ``spans``."""
         documents = tuple(map(digest_of, doc_ids))
         namespace = self._namespace(options, token_ids[spans[-1].end :])
         request = self._requests[request_id] = ReuseState(token_ids, tuple(spans), options, namespace, documents)
@@ -147,7 +147,7 @@ class ChunkScheduling:
                 request.lost[number] = max(request.lost[number], lost)
 
     def scatter_rows(self) -> None:
-        """Lift the limit of runs: scattered tokens cost the workers no more than neighbours do.
+        """Lift the limit of runs, as scattered tokens cost the workers no more than contiguous ones.
 
         Their attention is summed in another order than vLLM's, so no other request may hit the KV of a job.
         """
@@ -156,7 +156,7 @@ class ChunkScheduling:
     # A request's turn
 
     def offer(self, request_id: str, num_exact: int) -> int | None:
-        """Return how many tokens beyond ``num_exact``, which are cached exactly, can be provided.
+        """Return the number of tokens after ``num_exact`` exactly cached ones that can be provided.
 
         0: vLLM prefills it, because nothing of it is stored. None: ask again, something is being read from disk. For
         that it waits no longer than computing it instead takes.
@@ -183,7 +183,7 @@ class ChunkScheduling:
         return None
 
     def _waited_long_enough(self, request: ReuseState, plan: ReusePlan) -> bool:
-        """Return whether a request has waited for a disk as long as it takes to compute what is still to come."""
+        """Return whether a request has waited for the disk as long as computing its rest takes."""
         if request.waits_since_s is None:
             request.waits_since_s = self.library.now_s
         missing = [chunk for chunk in plan.read if not self.library.is_on_host(chunk.variant)]
@@ -191,7 +191,7 @@ class ChunkScheduling:
         return self.library.now_s - request.waits_since_s >= self._prefill_cost.estimate_s(plan.start, num_tokens)
 
     def begin(self, request_id: str, block_ids: Sequence[int], *, awaits_load: bool) -> int:
-        """Begin to provide what was offered; return the first token that may not be what a prefill would make of it.
+        """Begin to provide the offered tokens; return the first approximate token.
 
         Args:
             request_id: the request.
@@ -262,7 +262,7 @@ class ChunkScheduling:
             self._capturing.add(request_id)
 
     def on_finished(self, request_id: str) -> ReuseFigures | None:
-        """Let a request go, whatever became of it; None for one without chunk reuse."""
+        """Remove a request, and return its statistics; ``None`` for one without chunk reuse."""
         request = self._requests.get(request_id)
         if request is None:
             return None
@@ -280,7 +280,7 @@ class ChunkScheduling:
     # A holder of what may be forgotten
 
     def forget(self, forgotten: Forgotten) -> Freed:
-        """Drop the chunks of documents and those that were computed behind them, and keep none that is computed now."""
+        """Delete the chunks of documents and those computed after them, and store no present capture."""
         digests = {digest_of(doc_id): doc_id for doc_id in forgotten.doc_ids}
         gone = self.library.forget(digests.keys(), is_all=forgotten.is_all)
         for request_id, request in list(self._requests.items()):
@@ -297,7 +297,7 @@ class ChunkScheduling:
         )
 
     def num_pending(self) -> int:
-        """Return how many variants requests still hold, and how often the disk is being overwritten."""
+        """Return the number of deleted versions in use, and of open scrubs of the disk."""
         return self.library.num_forgotten()
 
     def deletion_problem(self) -> str | None:
@@ -307,12 +307,12 @@ class ChunkScheduling:
         return "the disk of chunks is out of service, and may hold it: delete its folder before the next start"
 
     def clear(self) -> None:
-        """Forget all stored chunks, and keep none of those that are being computed."""
+        """Drop all stored chunks and present captures."""
         self.stop_capturing()
         self.library.clear()
 
     def stop_capturing(self) -> None:
-        """Keep no chunk that is being computed: the blocks of requests are theirs no longer."""
+        """Store no present capture, as requests lose their blocks."""
         for request_id, request in list(self._requests.items()):
             self._stop_capturing(request_id, request)
 
@@ -324,7 +324,7 @@ class ChunkScheduling:
         progress: Mapping[str, tuple[int, int]],
         block_ids_of: Callable[[str], Sequence[int]],
     ) -> ChunkStep:
-        """Return what the workers do for chunk reuse in a step.
+        """Return the workers' chunk-reuse work for a step.
 
         Args:
             num_scheduled_tokens: those that vLLM computes in it.
@@ -358,11 +358,11 @@ class ChunkScheduling:
 
     @property
     def wants_progress(self) -> bool:
-        """Whether :meth:`take_step` looks at what vLLM computes."""
+        """Whether :meth:`take_step` needs the ranges that vLLM computes."""
         return bool(self._capturing)
 
     def on_report(self, report: ChunkReport) -> None:
-        """Take in what the workers did."""
+        """Process the workers' report."""
         for request_id, num_loaded in report.num_loaded.items():
             request = self._requests.get(request_id)
             if request is not None:
@@ -452,7 +452,7 @@ class ChunkScheduling:
     # Ends
 
     def _restart_reuse(self, request_id: str, request: ReuseState) -> None:
-        """Take a request as a new one that has been prefilled, or was being, and was preempted."""
+        """Restart a preempted request."""
         if request.is_tried or request.open:
             request.is_tried = request.computes_missing = False
             request.waits_since_s = None

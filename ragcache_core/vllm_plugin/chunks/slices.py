@@ -1,4 +1,4 @@
-"""Which jobs run in a step, and how many of their rows."""
+"""Choose the jobs of a step, and the number of their rows."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _GUESSED_TOKENS = 512
 def cut_slices(
     requests: Sequence[tuple[str, ReuseState]], budget: int, *, max_runs: int, are_guesses: bool
 ) -> list[Slice]:
-    """Return which jobs run in a step, and how many of their rows; the requests count them as done.
+    """Return the jobs of a step with the number of their rows, which count as done.
 
     Args:
         requests: the jobs that may run, the first ones first.

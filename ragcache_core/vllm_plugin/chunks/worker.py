@@ -1,4 +1,4 @@
-"""vLLM's worker with one more step: it hands its model to our connector, which computes tokens of its own with it."""
+"""vLLM's worker, which also passes its model to RAGCache's connector for computing tokens."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class _Attaching:
-    """What chunk reuse adds to a platform's worker; the name to give to ``--worker-cls`` is below."""
+    """The addition to a platform's worker; the class for ``--worker-cls`` is below."""
 
     model_runner: Any
 

@@ -1,4 +1,4 @@
-"""The KV connectors by the names that vLLM's settings have, each imported when it is asked for."""
+"""The KV connectors by their names in vLLM's settings, each imported at first use."""
 
 from __future__ import annotations
 

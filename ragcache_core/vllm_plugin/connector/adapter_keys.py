@@ -1,4 +1,4 @@
-"""Separates the KV of each load of a LoRA adapter: vLLM's block hashes contain its path, but not its weights."""
+"""Separate the KV of each load of a LoRA adapter, as vLLM's block hashes contain its path, not its weights."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _Files = tuple[tuple[str, int, int, int], ...]
 
 @dataclass(frozen=True, slots=True)
 class _AdapterLoad:
-    """One load of an adapter: a random identity, and its files (name, inode, size, time) as the load began."""
+    """One load of an adapter: a random identity, and its files (name, inode, size, time) at the load."""
 
     identity: str
     files: _Files | None
@@ -39,13 +39,13 @@ class AdapterKeys:
     """
 
     def __init__(self, vllm_config: VllmConfig) -> None:
-        """Know no load yet."""
+        """Start without loads."""
         lora = vllm_config.lora_config
         self._max_resident = None if lora is None else lora.max_cpu_loras or lora.max_loras
         self._loads: OrderedDict[int, _AdapterLoad] = OrderedDict()
 
     def separate(self, request: Request) -> None:
-        """Compute the block hashes of a request again, with the identity of its adapter's weights.
+        """Recompute the block hashes of a request with its adapter's identity.
 
         The identity is a part of ``cache_salt``, which vLLM hashes into the first block and so into all that follow.
         """
@@ -56,14 +56,14 @@ class AdapterKeys:
         request.update_block_hashes()
 
     def renew(self, adapter_id: int | None) -> None:
-        """Give the later requests of an adapter another identity; ``None`` stands for all adapters."""
+        """Change the identity of an adapter for later requests; ``None`` for all adapters."""
         if adapter_id is None:
             self._loads.clear()
         else:
             self._loads.pop(adapter_id, None)
 
     def note_load(self, adapter: LoRARequest) -> _AdapterLoad:
-        """Return a new identity of an adapter, whose files are about to be read."""
+        """Return a new identity of an adapter whose files are about to be read."""
         load = self._loads[adapter.lora_int_id] = _AdapterLoad(uuid4().hex, _files_in(adapter.lora_path))
         if len(self._loads) > _MAX_REMEMBERED:
             self._loads.popitem(last=False)
@@ -82,7 +82,7 @@ class AdapterKeys:
         return load.identity
 
     def _may_be_read_again(self, adapter: LoRARequest) -> bool:
-        """Return whether a worker may read an adapter's files again without being told to load it.
+        """Return whether a worker may reread an adapter's files without a load request.
 
         It does so in each step after a load in place, and after the adapter was evicted in favour of others.
         """
@@ -91,7 +91,7 @@ class AdapterKeys:
 
 
 def _files_in(path: str) -> _Files | None:
-    """Return the files of a folder; ``None`` where there is no such folder, as with a name of a model hub."""
+    """Return the files of a folder; ``None`` if there is none, as for a name on a hub."""
     try:
         with os.scandir(path) as entries:
             found = [(entry.name, entry.stat()) for entry in entries if entry.is_file()]

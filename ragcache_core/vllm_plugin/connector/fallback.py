@@ -1,4 +1,4 @@
-"""The connector where vLLM is not as RAGCache knows it: it reads documents and tells statistics, and that is all."""
+"""The connector for an unknown vLLM: it reads documents and reports statistics only."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class FallbackConnector(DocumentConnector):
-    """A :class:`DocumentConnector`, or where that cannot be made either, a :class:`MinimalConnector`."""
+    """A :class:`DocumentConnector`, or if that cannot be created a :class:`MinimalConnector`."""
 
     def __new__(cls, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> Any:
         try:

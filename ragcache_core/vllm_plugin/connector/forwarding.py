@@ -1,4 +1,4 @@
-"""A connector that has another one below it answer what vLLM asks."""
+"""A connector that forwards vLLM's calls to another one."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class ForwardingConnector(MinimalConnector):
-    """Forwards to what is below: a connector, or what answers as one on the scheduler's side."""
+    """Forwards calls to a connector, or to an object with its scheduler-side methods."""
 
     below: Any
 

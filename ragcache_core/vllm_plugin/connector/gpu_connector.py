@@ -1,4 +1,4 @@
-"""The connectors' reports of each request's life, and the connector for an engine with the GPU tier alone.
+"""The connectors' reports of each request's life, and the connector with the GPU tier only.
 
 vLLM hands ``kv_transfer_params`` to a KV connector only, so this is one. Metadata that contradicts the prompt is
 ignored for that request, counted, and logged the first time, never an error: it distorts what is kept at most, and
@@ -46,19 +46,20 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
     from ragcache_core.vllm_plugin.cache.controller import CacheController
+    from ragcache_core.vllm_plugin.chunks.audits import AnswerAudits
 
 logger = logger_of(__name__)
 
 
 def is_identified_by_tokens(request: Request, *, any_salt: bool = False) -> bool:
-    """Return whether the same tokens are the same KV in another request; with ``any_salt`` one of the same salt."""
+    """Return whether equal tokens have equal KV in other requests; with ``any_salt``, in those with the same salt."""
     is_salted = bool(request.cache_salt) and not any_salt
     is_like_others = not (request.lora_request or is_salted or request.mm_features)
     return bool(request.prompt_token_ids) and request.prompt_embeds is None and is_like_others
 
 
 class DocumentAware:
-    """What both connectors do on the scheduler's side: tell the controller of each request's life."""
+    """The scheduler side of both connectors: reports each request's life to the controller."""
 
     controller: CacheController | None = None
     adapter_keys: AdapterKeys
@@ -67,6 +68,8 @@ class DocumentAware:
     _news: StatsReporter | None = None
     _recorder: TraceRecorder | None = None
     _keeps_weights = False
+    audits: AnswerAudits | None = None
+    """The audits of approximate answers, with chunk reuse and a bound on their errors."""
     _has_other_connectors = False
     """Whether other connectors store and load beside this one."""
 
@@ -81,6 +84,10 @@ class DocumentAware:
         if self._recorder is not None:
             self._recorder.close()
         super().shutdown()  # type: ignore[misc]
+
+    def is_audit(self, request: Request) -> bool:
+        """Return whether a request is the engine's own, which repeats an answer."""
+        return self.audits is not None and self.audits.running is request
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -115,10 +122,11 @@ class DocumentAware:
             since_s,
             is_salted=is_salted,
             tenant=tenant,
+            is_audit=self.is_audit(request),
         )
-        if self._recorder is not None and not metadata.is_prefill:
+        if self._recorder is not None and not metadata.is_prefill and not self.is_audit(request):
             self._recorder.begin(request.request_id, request.arrival_time)
-        if is_identified_by_tokens(request, any_salt=is_tenants_own):
+        if is_identified_by_tokens(request, any_salt=is_tenants_own) and not self.is_audit(request):
             self.controller.paths_of(tenant).track(request.prompt_token_ids, metadata.segments, request.block_hashes)
         self._limit_storing(request)
         super().on_new_request(request)  # type: ignore[misc]
@@ -152,7 +160,7 @@ class DocumentAware:
 
     @contextmanager
     def keeping_weights(self) -> Iterator[None]:
-        """Inside, a reset of the caches is for the memory alone: the weights are what they were."""
+        """Inside, a reset of the caches does not change the weights."""
         self._keeps_weights = True
         try:
             yield
@@ -160,10 +168,10 @@ class DocumentAware:
             self._keeps_weights = False
 
     def forget_weights(self) -> None:
-        """Forget all KV that outlives a reset, and keep none from now on: the weights may be others."""
+        """Delete all KV that outlives a reset, and keep none from now on, as the weights may change."""
 
     def run_alongside(self, others: Sequence[str]) -> None:
-        """Record that other connectors store and load as well; ``others`` may keep KV after a deletion."""
+        """Record that other connectors store and load too; ``others`` may keep deleted KV."""
         assert self.controller is not None
         self._has_other_connectors = True
         if others:
@@ -171,7 +179,7 @@ class DocumentAware:
             self.controller.forgetting.add_holder(OutOfReach(why))
 
     def stop_reporting(self) -> None:
-        """Tell nothing with a step any more."""
+        """Stop sending statistics with steps."""
         self._news = None
 
     def _on_reset(self) -> None:
@@ -179,7 +187,7 @@ class DocumentAware:
             self.forget_weights()
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
-        """Return what the server's process should know."""
+        """Return the statistics for the server's process."""
         return None if self._news is None else self._news.take()
 
     @classmethod
@@ -193,7 +201,7 @@ class DocumentAware:
     # Between the sides, before the first request
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        """Return this worker's memory layout; None beside other connectors, as vLLM takes only one's."""
+        """Return this worker's memory layout; ``None`` with other connectors, as vLLM takes only one's."""
         if connector_of_this_worker() not in (None, self):
             return None
         assert self._vllm_config.kv_transfer_config is not None
@@ -201,15 +209,15 @@ class DocumentAware:
         return WorkerMemory(self._worker_block_bytes, region)
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[Rank, KVConnectorHandshakeMetadata]) -> None:
-        """Take in what all workers say; GPU memory needs nothing of it."""
+        """Receive the layout of all workers; unused by the GPU tier."""
 
     # What differs
 
     def _read(self, request: Request, metadata: RequestMetadata) -> None:
-        """Take what a new request says of its documents, none where it contradicts its prompt."""
+        """Read a new request's documents; none if they contradict its prompt."""
 
     def _limit_storing(self, request: Request) -> None:
-        """Say how much of a prompt is worth storing below the GPU."""
+        """Set how much of a prompt is stored below the GPU."""
 
     def _match_below(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         return 0, False
@@ -225,7 +233,7 @@ class DocumentAware:
         return None
 
     def _num_copies(self) -> int:
-        """Return how many copies are in flight."""
+        """Return the number of copies in flight."""
         return 0
 
     def _finish(
@@ -239,9 +247,11 @@ class DocumentAware:
         return delays, {**(params or {}), KEY: figures} if is_ragcache_request and figures is not None else params
 
     def _record(self, request: Request) -> None:
-        """Put a request that has ended into the trace, unless it was never confirmed."""
+        """Add an ended request to the trace, unless it was never confirmed."""
         assert self.controller is not None
         if self._recorder is None or (state := self.controller.state_of(request.request_id)) is None:
+            return
+        if state.is_audit:
             return
         if state.is_speculative:
             self._recorder.drop(request.request_id)
@@ -251,7 +261,7 @@ class DocumentAware:
 
 
 class DocumentConnector(DocumentAware, MinimalConnector):
-    """The GPU tier alone: reads which tokens are which document, and moves no KV."""
+    """The connector with the GPU tier only: reads document spans, and moves no KV."""
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)

@@ -1,4 +1,4 @@
-"""A connector that does nothing: what each of ours begins with, and all that there is where no other can be made."""
+"""A connector without functions: the base of RAGCache's, and the last fallback."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ logger = logger_of(__name__)
 
 
 def warn_alone(role: KVConnectorRole, also: str = "") -> None:
-    """Log, once for an engine, that and why only the connector is there."""
+    """Log once per engine that only the connector is active, with the reason."""
     if role == KVConnectorRole.SCHEDULER:
         logger.warning(
             "RC-CACHE-OFF: RAGCache leaves scheduling and caching to vLLM, without tiers, speculation and chunk "
@@ -39,7 +39,7 @@ def warn_alone(role: KVConnectorRole, also: str = "") -> None:
 
 
 class MinimalConnector(KVConnectorBase_V1, SupportsHMA):
-    """Finds, loads and stores nothing."""
+    """Hits, loads and stores nothing."""
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)

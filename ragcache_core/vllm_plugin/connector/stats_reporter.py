@@ -1,4 +1,4 @@
-"""What of a step the server's process should know."""
+"""Statistics of a step for the server's process."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _REPORT_EVERY_S = 1.0
 
 
 class StatsReporter:
-    """Reports ended requests at once, and the tiers at most once a second.
+    """Reports ended requests at once, and tiers at most once a second.
 
     The statistics of vLLM's offloading are reported with the tiers: its gauges change in each step, and would cost each
     step 0.1 ms in each of the two processes.

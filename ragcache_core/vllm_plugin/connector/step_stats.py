@@ -15,7 +15,7 @@ _PARTS = ("requests", "engine", "offload", "waited_s")
 
 
 class RAGCacheStats(KVConnectorStats):
-    """What a step has to say.
+    """The statistics of a step.
 
     ``data`` holds ``requests`` by id, the latest ``engine`` report or None, the data of vLLM's offloading, how long
     each speculation that was admitted has ``waited_s``, with its tenant, and ``num_pending_prefills``, with how long
@@ -56,7 +56,7 @@ class RAGCacheStats(KVConnectorStats):
         self.data: dict[str, Any] = {}
 
     def aggregate(self, other: KVConnectorStats) -> RAGCacheStats:
-        """Return both as one; ``other`` is the later."""
+        """Return both as one; ``other`` is later."""
         offload = [OffloadingConnectorStats(data=s.data["offload"]) for s in (self, other) if s.data.get("offload")]
         requests = {**(self.data.get("requests") or {}), **(other.data.get("requests") or {})}
         merged = offload[0].aggregate(offload[1]) if len(offload) == 2 else next(iter(offload), None)

@@ -1,4 +1,4 @@
-"""The connector of an engine with host memory, through which vLLM uses the tiers."""
+"""The connector with host memory, through which vLLM uses the tiers."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ _ORIGIN_OF_SOURCE = {
 
 
 class RAGCacheConnector(DocumentAware, ForwardingConnector):
-    """GPU, host memory and the tiers below it.
+    """The connector with GPU and host tier and the tiers below.
 
     Below it are a :class:`CopyScheduler` on the scheduler's side, and vLLM's offloading on a worker. Where the tree
     cannot follow the model's KV cache groups, vLLM's offloading is below on both sides, in its own order.
@@ -108,7 +108,7 @@ class RAGCacheConnector(DocumentAware, ForwardingConnector):
 
     @classmethod
     def without_host(cls) -> type[DocumentConnector]:
-        """Return the connector for the GPU tier alone."""
+        """Return the connector with the GPU tier only."""
         return DocumentConnector
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
@@ -158,7 +158,7 @@ class RAGCacheConnector(DocumentAware, ForwardingConnector):
             self._host.journal.close()
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[Rank, KVConnectorHandshakeMetadata]) -> None:
-        """Check the memory of all workers, and drop the tiers that cannot work with it."""
+        """Check the memory of all workers, and remove tiers that cannot use it."""
         assert self._vllm_config.kv_transfer_config is not None
         engine_id = str(self._vllm_config.kv_transfer_config.engine_id)
         workers = {rank: said for rank, said in sorted(metadata.items()) if isinstance(said, WorkerMemory)}
@@ -172,7 +172,7 @@ class RAGCacheConnector(DocumentAware, ForwardingConnector):
             self._disable_lower_tiers()
 
     def _disable_tiers(self, engine_id: str) -> None:
-        """Go on with GPU memory alone."""
+        """Continue with the GPU tier only."""
         assert self.controller is not None
         self._close_journal()
         self.below.shutdown()
@@ -187,7 +187,7 @@ class RAGCacheConnector(DocumentAware, ForwardingConnector):
         self.below = MinimalConnector(self._vllm_config, self.role, self._kv_config)
 
     def _disable_lower_tiers(self) -> None:
-        """Go on without what reads in this process what workers have in host memory: disk, shared store and journal."""
+        """Continue without tiers that read the workers' host memory in this process: disk, shared store, journal."""
         assert self.controller is not None
         for tier in self._lower:
             tier.shutdown()
@@ -197,7 +197,7 @@ class RAGCacheConnector(DocumentAware, ForwardingConnector):
         self.below.reset_cache()
 
     def _leave_stores(self) -> None:
-        """Have what is forgotten from now on say that disks and stores may have it from earlier starts."""
+        """Let later deletions report that disks and stores may have KV of earlier starts."""
         assert self.controller is not None
         for tier in self._lower:
             self.controller.forgetting.remove_holder(cast("Holder", tier), deletion_problem=tier.undeleted_reason)
@@ -209,7 +209,7 @@ class RAGCacheConnector(DocumentAware, ForwardingConnector):
 
     def on_new_request(self, request: Request) -> None:
         super().on_new_request(request)
-        if self._prefetcher is not None:
+        if self._prefetcher is not None and not self.is_audit(request):
             self._prefetcher.add(request)
 
     def prefetch(self, request: Request) -> bool:
@@ -225,7 +225,7 @@ class RAGCacheConnector(DocumentAware, ForwardingConnector):
         self.below.request_finished_all_groups(request, ())
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
-        """Return what workers have to copy, and count what they store."""
+        """Return the workers' copies, and count the stores."""
         assert self.controller is not None
         if self._prefetcher is not None:
             self._prefetcher.begin_reads()
@@ -250,10 +250,10 @@ class RAGCacheConnector(DocumentAware, ForwardingConnector):
             self.copies.spoil_stores()
 
     def take_events(self) -> Iterable[KVCacheEvent]:
-        return super().take_events() if self._emits_events else ()  # else vLLM asks each tier in each step
+        return super().take_events() if self._emits_events else ()  # otherwise vLLM calls each tier in each step
 
     def has_pending_push_work(self) -> bool:
-        """Return whether an engine without requests goes on stepping; for a disk that is slow only some time."""
+        """Return whether an engine without requests continues stepping; for a slow disk only for some time."""
         assert self.controller is not None
         self.controller.forgetting.sweep()
         if self.below.has_pending_push_work():
@@ -379,7 +379,7 @@ class RAGCacheConnector(DocumentAware, ForwardingConnector):
         super().start_load_kv(forward_context, **kwargs)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Have a layer wait for its KV, which comes from host memory while the layers before it are computed."""
+        """Let a layer wait for its KV, which is loaded from host memory while earlier layers are computed."""
         if self._layer_worker is not None:
             self._layer_worker.wait(layer_name)
 

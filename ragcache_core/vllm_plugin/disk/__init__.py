@@ -1,1 +1,1 @@
-"""The disk tier below vLLM's offloading."""
+"""The disk tier of vLLM's offloading."""

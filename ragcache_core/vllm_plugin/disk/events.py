@@ -1,4 +1,4 @@
-"""The disk tier's part of vLLM's KV events: one event for each chunk stored, and one for each removed."""
+"""vLLM's KV events of the disk tier: one per stored and one per removed block."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from ragcache_core.vllm_plugin.compat import Medium, OffloadingEvent, OffloadKey
 
 
 class DiskEvents:
-    """Events that vLLM has not taken yet; none are kept unless they are published.
+    """Pending events; none are kept unless they are published.
 
     A chunk is reported when its write begins, as statistics count it, while host memory still has it. Then vLLM knows
     its tokens, and keeps them (about 1 KB a chunk) until the chunk is reported as removed.
@@ -24,14 +24,14 @@ class DiskEvents:
         return bool(self._events)
 
     def stored(self, names: Iterable[bytes]) -> None:
-        """Report chunks that are on the disk, or in flight to it."""
+        """Report blocks that are on the disk, or in flight to it."""
         if self._is_published:
             new = [name for name in names if name not in self._told]
             self._told.update(new)
             self._emit(new, removed=False)
 
     def removed(self, names: Iterable[bytes]) -> None:
-        """Report chunks that are not, or no longer, on the disk."""
+        """Report blocks that are no longer on the disk."""
         if self._is_published:
             gone = [name for name in dict.fromkeys(names) if name in self._told]
             self._told.difference_update(gone)

@@ -1,4 +1,4 @@
-"""The disk tier's threads: they copy, write and read, and leave the results for the scheduler's thread."""
+"""The disk tier's threads: they copy, write and read, and pass results to the scheduler's thread."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ logger = logger_of(__name__)
 
 NUM_READERS = 4
 _READ_AT_ONCE_BYTES = 1 << 20
-"""What is read, checked and copied while it is in the processor's cache."""
+"""Bytes that are read, checked and copied while in the CPU cache."""
 _NUM_BUFFERED_BYTES = 256 << 20
 _TIMEOUT_S = 10.0
 _SLOWEST_BYTES_PER_S = 64 << 20
@@ -65,7 +65,7 @@ class DiskIO:
     # The scheduler's side
 
     def store(self, runs: Sequence[PendingRun], evicted: list[bytes]) -> DiskStore:
-        """Begin to write chunks, parents first, after the chunks evicted for them are deleted."""
+        """Begin to write blocks, parents first, after deleting those evicted for them."""
         with self._is_done:
             num_waiting = sum(job.num_blocks for job in self._held) + sum(len(run.names) for run in runs)
             timeout_s = _TIMEOUT_S + num_waiting * self._store.chunk_bytes / _SLOWEST_BYTES_PER_S
@@ -75,18 +75,18 @@ class DiskIO:
         return job
 
     def wake(self) -> None:
-        """Have the copier notice that jobs are to be released."""
+        """Wake the copier, as jobs are to be released."""
         with self._is_done:
             self._is_done.notify_all()
 
     def release_rows(self) -> None:
-        """Have host memory copied or released without waiting for the disk: what finds no free buffer is dropped."""
+        """Copy or release host memory without waiting for the disk; blocks without a free buffer are dropped."""
         self._release_held()
         with self._is_done:
             self._is_done.wait_for(lambda: not self._held)  # they wait for no disk any more
 
     def warn_of_slowness(self, num_chunks: int) -> None:
-        """Log, the first time, that chunks are not written because the disk is too slow."""
+        """Log once that blocks are dropped because the disk is too slow."""
         if not self._has_been_slow:
             self._has_been_slow = True
             logger.warning(
@@ -97,21 +97,21 @@ class DiskIO:
             )
 
     def delete(self, names: list[bytes]) -> None:
-        """Delete chunks that the store may still hold, before any later write."""
+        """Delete blocks that the store may hold, before later writes."""
         self._write(WriteBatch(evicted=names))
 
     def erase(self, names: list[bytes]) -> Erasure:
-        """Erase all bytes of chunks from the disk, after all earlier changes; also tried when it is out of service."""
+        """Overwrite blocks on the disk after all earlier changes, also if it is out of service."""
         erasure = Erasure(frozenset(names))
         self._jobs.put(WriteBatch(erasure=erasure))
         return erasure
 
     def rename(self, doc_ids: list[tuple[bytes, str | None]]) -> None:
-        """Store the documents that chunks belong to, after all earlier changes."""
+        """Store the documents of blocks, after all earlier changes."""
         self._jobs.put(WriteBatch(doc_ids=doc_ids))
 
     def load(self, names: list[bytes], rows: Sequence[int]) -> LoadTransfer:
-        """Begin to read chunks into rows of host memory, in parts for all readers."""
+        """Begin to read blocks into rows of host memory, in parts for all readers."""
         size = min(max(-(-len(names) // NUM_READERS), self._read_at_once), self._store.chunks_per_batch)
         load = LoadTransfer(names, rows, size)
         for part in load.parts:
@@ -119,7 +119,7 @@ class DiskIO:
         return load
 
     def is_to_be_abandoned(self, load: LoadTransfer, limit_s: float) -> bool:
-        """Return whether no reader has begun a load in time; a read that hangs takes the disk out of service."""
+        """Return whether no reader has begun a load in time; a hanging read takes the disk out of service."""
         return self.why_down() is not None or (
             not load.is_begun and time.monotonic() - load.submitted_s > async_store.READ_TIMEOUT_S
         )
@@ -134,11 +134,11 @@ class DiskIO:
             yield outcome
 
     def update_notes(self, worths: list[tuple[bytes, float, float]]) -> None:
-        """Update stored frequencies and costs: key, frequency, cost."""
+        """Update stored frequencies and costs, by key."""
         self._write(WriteBatch(worths=worths))
 
     def clear(self) -> Erasure:
-        """Delete every chunk, after all earlier changes; a disk that hangs does it when it answers."""
+        """Delete every block after all earlier changes; a hanging disk does so when it answers."""
         self.release_rows()
         self._is_cleared = False
         erasure = Erasure(frozenset())
@@ -146,17 +146,17 @@ class DiskIO:
         return erasure
 
     def load_s(self, num_chunks: int) -> float | None:
-        """Return how long the disk takes to read chunks, by its recent reads; None if that is unknown."""
+        """Return the estimated seconds to read blocks, from recent reads; ``None`` if unknown."""
         bytes_per_s = self._disk.read_bytes_per_s()
         return num_chunks * self._store.chunk_bytes / bytes_per_s if bytes_per_s else None
 
     def num_over(self, num_here: int, num_new: int) -> int:
-        """Return how many of ``num_here`` chunks have to leave for ``num_new`` others to fit; 0 or less: none."""
+        """Return how many of ``num_here`` blocks must be evicted for ``num_new`` others; 0 or less for none."""
         return self._store.num_over(num_here, num_new)
 
     @property
     def used_bytes(self) -> int:
-        """What the chunks take on the disk."""
+        """Bytes of the blocks on the disk."""
         return self._store.stats.used_bytes
 
     def why_down(self) -> str | None:
@@ -165,7 +165,7 @@ class DiskIO:
 
     @property
     def can_write(self) -> bool:
-        """Whether writing does not rest, as it does for a while after a write that failed."""
+        """Whether writing is not paused after a failed write."""
         return not self._disk.writes.is_resting
 
     def take_down(self, why: str, *, comes_back: bool = True) -> None:
@@ -237,7 +237,7 @@ class DiskIO:
                         self._is_done.notify_all()
 
     def _copy(self, job: DiskStore, dropped: set[bytes]) -> None:
-        """Copy a job's chunks into buffers part by part; add the others and their descendants to ``dropped``."""
+        """Copy a job's blocks into buffers in parts; add the others and their descendants to ``dropped``."""
         if job.evicted:
             self._write(WriteBatch(evicted=job.evicted, job=job))
         chunks, late = list[PendingChunk](), list[bytes]()
@@ -268,7 +268,7 @@ class DiskIO:
         return payloads
 
     def _take_buffers(self, job: DiskStore, num_wanted: int) -> int:
-        """Wait for buffers and return how many are taken; fewer than wanted when the job must not wait any more."""
+        """Wait for buffers, and return their number; fewer than requested if the job must not wait."""
         with self._is_done:
             self._is_done.wait_for(
                 lambda: self._num_free_buffers >= num_wanted or job.is_released, timeout=job.remaining_s
@@ -283,7 +283,7 @@ class DiskIO:
             self._is_done.notify_all()
 
     def _apply(self, batch: WriteBatch) -> bool:
-        """Apply a batch; return False if it is stale and nothing of it is stored."""
+        """Apply a batch; return ``False`` if it is stale and nothing of it was stored."""
         if batch.job is not None and batch.job.error is not None:
             raise batch.job.error
         if batch.job is not None and batch.chunks and batch.job.num_known_failures < self._num_failures:
@@ -312,7 +312,7 @@ class DiskIO:
 
     @property
     def _has_time_to_pack(self) -> bool:
-        """Whether chunks are compressed: they are not while most buffers wait, lest they are dropped."""
+        """Whether blocks are compressed: not while most buffers wait, so that none is dropped."""
         return 2 * self._num_free_buffers >= self._num_buffers
 
     def _on_applied(self, batch: WriteBatch, error: Exception | None) -> None:

@@ -14,7 +14,7 @@ from ragcache_core.vllm_plugin.lower.jobs import StoreTransfer
 
 @dataclass(frozen=True, slots=True)
 class PendingRun:
-    """Consecutive chunks of one tree node, in flight from host memory to the disk; each depends on the one before it.
+    """Consecutive blocks of one tree node, in flight from host memory to disk, each depending on the previous one.
 
     Attributes:
         names: under which they are stored.
@@ -27,13 +27,13 @@ class PendingRun:
     note: ChunkNote
 
     def chunks(self) -> Iterator[PendingChunk]:
-        """Yield them one by one: on the disk's thread."""
+        """Yield the blocks one by one, on the disk's thread."""
         for offset, (name, row) in enumerate(zip(self.names, self.rows, strict=True)):
             yield PendingChunk(name, row, self, offset)
 
 
 class PendingChunk(NamedTuple):
-    """One chunk of a run."""
+    """One block of a run."""
 
     name: bytes
     row: int
@@ -42,7 +42,7 @@ class PendingChunk(NamedTuple):
 
     @property
     def note(self) -> ChunkNote:
-        """What is stored beside it."""
+        """Its stored metadata."""
         first, offset = self.run.note, self.offset
         if not offset:
             return first
@@ -51,7 +51,7 @@ class PendingChunk(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The outcome of a write: its chunks are on the disk, were dropped, or there was an ``error``.
+    """The outcome of a write: its blocks are stored or dropped, or there was an ``error``.
 
     ``num_failures`` is the number of failed writes so far.
     """
@@ -63,7 +63,7 @@ class Outcome:
 
 
 class DiskStore(StoreTransfer):
-    """Chunks whose host memory is held until they are in buffers, or are dropped.
+    """Blocks whose host memory is held until they are in buffers, or dropped.
 
     Args:
         runs: the chunks, parents first.
@@ -83,13 +83,13 @@ class DiskStore(StoreTransfer):
         self.is_released = False
 
     def release(self) -> None:
-        """Wait for no further buffer; what finds one is copied still."""
+        """Stop waiting for buffers; blocks with a free buffer are still copied."""
         self.is_released = True
 
 
 @dataclass(slots=True, eq=False)
 class Erasure:
-    """Chunks to erase from the disk without a byte left, after all earlier writes.
+    """Blocks to overwrite on the disk, after all earlier writes.
 
     An erasure with an ``error`` is retried when writing has rested; until then it is not done.
     """
@@ -101,7 +101,7 @@ class Erasure:
 
 @dataclass(slots=True)
 class WriteBatch:
-    """One batch of the writer: free slots, then fill some; or erase chunks; or delete everything.
+    """One batch of the writer: free slots and fill others; or overwrite blocks; or delete everything.
 
     Attributes:
         evicted: the names of chunks to delete first.

@@ -1,4 +1,4 @@
-"""The disk tier: chunks that host memory evicted or will evict, in a crash-safe store with a size limit.
+"""The disk tier: blocks evicted from host memory, or to be evicted, in a crash-safe store of limited size.
 
 The scheduler's thread decides what is kept and never waits for the disk. Other threads do the work::
 
@@ -72,7 +72,7 @@ _REGROWN_A_STEP = 256
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """Blocks of a request that lie on disk: their units, from the index ``first`` on without a gap.
+    """Contiguous blocks of a request on disk, from the index ``first`` on.
 
     They are a miss unless loading ``pays``.
     """
@@ -84,7 +84,7 @@ class _Found:
 
 @dataclass(frozen=True, slots=True)
 class _Regrowing:
-    """A store that is open again, and how much of it is in the tree; ``entries`` are the others."""
+    """A reopened store, and the part of it that is in the tree; ``entries`` are the rest."""
 
     store: ChunkStore
     growth: Regrowth
@@ -92,7 +92,7 @@ class _Regrowing:
 
 
 class DiskTier(TransferTier):
-    """A tier below host memory on the disk of this machine."""
+    """The disk tier below host memory, on this machine."""
 
     source = CacheHitSource.DISK
 
@@ -104,21 +104,21 @@ class DiskTier(TransferTier):
         capacity_bytes: int,
         key_file: str | None = None,
     ) -> None:
-        """Open the store, and put what it holds into the tree.
+        """Open the store, and add its blocks to the tree.
 
         An engine that the supervisor restarts runs on without a store that cannot be opened, until it can.
 
         Args:
-            spec: has the controller and the identity of what is stored.
+            spec: has the controller and the cache namespace.
             host_memory: rows of host memory, ``[num_rows, block_bytes]``.
             directory: the cache directory.
-            capacity_bytes: the limit of what is stored.
-            key_file: has the keys of an encrypted store; without one, the environment may have them.
+            capacity_bytes: capacity of the store.
+            key_file: keys of an encrypted store; without it, the environment may have them.
 
         Raises:
-            CacheTierError: another engine uses it, it cannot be written to, or its capacity cannot work.
-            ConfigError: nothing tells the model's weights from others, there is no key in ``key_file``, or the package
-                of the compression is not installed.
+            CacheTierError: another engine uses it, it is not writable, or its capacity is invalid.
+            ConfigError: the identity of the model's weights is unknown, ``key_file`` has no key, or the compression
+                package is not installed.
         """
         assert spec.controller is not None
         num_rows, block_bytes = host_memory.shape  # type: ignore[misc]  # typeshed: of any length
@@ -200,7 +200,7 @@ class DiskTier(TransferTier):
         return super().take_ended()
 
     def end_step(self, context: ScheduleEndContext) -> None:
-        """Have it noted now and then how often stored documents were used, for the next start.
+        """Store access counts of blocks now and then, for the next start.
 
         It is told of every step, so this is also where it is noticed that the disk fails, hangs or is gone.
         """
@@ -225,11 +225,11 @@ class DiskTier(TransferTier):
 
     @property
     def has_pending_work(self) -> bool:
-        """Whether the tree grows again, a slice a step."""
+        """Whether the tree is being restored, a slice per step."""
         return self._regrowth is not None
 
     def drain(self) -> None:
-        """Wait until the tier uses no host memory; reads that do not end in time are abandoned."""
+        """Wait until the tier uses no host memory; late reads are abandoned."""
         timeout_s = async_store.READ_TIMEOUT_S if self._is_enabled else 0.0
         if not self._io.finish_reads(timeout_s):
             self._disable(f"a reset had to wait longer than {timeout_s:g} s for what was being read")
@@ -262,7 +262,7 @@ class DiskTier(TransferTier):
     # A holder of what may be forgotten
 
     def forget(self, forgotten: Forgotten) -> Freed:
-        """Remove chunks, and have the disk overwrite them and their earlier copies; reads of them are misses."""
+        """Delete blocks, and overwrite them and their earlier copies on the disk; reads of them are misses."""
         groups = self._groups
         names = [
             groups.chunk_name(offload_key(unit, group))
@@ -281,13 +281,13 @@ class DiskTier(TransferTier):
         return Freed({Tier.DISK: num_chunks}, {Tier.DISK: num_chunks * self._report.block_bytes})
 
     def num_pending(self) -> int:
-        """Return how many erasures have not ended; those that failed are begun again, as one, when writing has rested.
+        """Return the number of open erasures; failed ones are retried together after the write pause.
 
         Until then nothing of them is found, nor stored again.
         """
         ended = [erasure for erasure in self._erasures if erasure.is_done]
         if ended:
-            self._take_in_written()  # of what was written before, none is here
+            self._take_in_written()  # removes blocks of earlier writes
         if any(erasure.error is not None for erasure in ended):
             self._is_emptied = False
         self._notice_failure()
@@ -299,7 +299,7 @@ class DiskTier(TransferTier):
         return len(self._erasures)
 
     def deletion_problem(self) -> str | None:
-        """Return why something may stay on the disk: it is out of service, or cannot be written to now."""
+        """Return why KV may stay on the disk: out of service, or not writable now."""
         self._notice_failure()
         if self._is_emptied:
             return None
@@ -316,7 +316,7 @@ class DiskTier(TransferTier):
     # Inside
 
     def _find(self, state: RequestState, first: int) -> _Found:
-        """Return what of a request is on disk from its block ``first`` on, without a gap."""
+        """Return the contiguous blocks of a request on disk from its block ``first`` on."""
         units = list(islice(state.keys, first, None))
         names = list(map(self._name_of, units)) if self._groups.others else units
         units = units[: sum(1 for _ in takewhile(self._stored.__contains__, names))]
@@ -326,7 +326,7 @@ class DiskTier(TransferTier):
         return _Found(first, units, self._pays(state, first, len(units), num_to_load)[0])
 
     def _note_names(self) -> None:
-        """Have it noted which documents chunks are that were named after they had come here."""
+        """Store the documents of blocks that were named after being stored."""
         if not self._tree.rekeyed:
             return
         nodes = [node for node in self._tree.nodes() if node.id in self._tree.rekeyed]
@@ -338,7 +338,7 @@ class DiskTier(TransferTier):
             self._io.rename([(name, note.doc_id) for name, note in zip(names, notes, strict=True)])
 
     def _is_leaving(self, key: bytes, name: bytes) -> bool:
-        """Return whether a chunk is forgotten, and still being copied or overwritten."""
+        """Return whether a block is deleted, but still being copied or overwritten."""
         return key in self._controller.leaving or any(name in erasure.names for erasure in self._erasures)
 
     def _begin_store(self, job: TierJob) -> DiskStore | None:
@@ -362,7 +362,7 @@ class DiskTier(TransferTier):
         return self._io.load(names, job.rows), async_store.READ_TIMEOUT_S
 
     def _new_chunks(self, job: TierJob) -> dict[bytes, int]:
-        """Return the chunks of a job that are not here yet, by depth; without what is before it, one is of no use."""
+        """Return a job's blocks that are not stored yet, by depth; one without its parent is useless."""
         self.num_pending()
         keys = job.keys if self._groups.others else units_of(job.keys)
         rows: dict[bytes, int] = dict(zip(keys, job.rows, strict=True))
@@ -395,11 +395,11 @@ class DiskTier(TransferTier):
         return new
 
     def _is_kept(self, name: bytes, new: dict[bytes, int]) -> bool:
-        """Return whether a chunk is here, in flight to the disk, or among the ``new`` ones."""
+        """Return whether a block is stored, in flight to the disk, or among the ``new`` ones."""
         return name in self._stored or name in self._writing or name in new
 
     def _others_of(self, unit: Hashable) -> list[bytes]:
-        """Return the names that a unit's chunks of other groups have."""
+        """Return the names of a tree block's blocks in other groups."""
         return [self._groups.chunk_name(offload_key(cast("Key", unit), group)) for group in self._groups.others]
 
     def _name_of(self, unit: Hashable) -> bytes:
@@ -416,7 +416,7 @@ class DiskTier(TransferTier):
         return name in self._stored or name in self._writing
 
     def _make_room(self, new: dict[bytes, int]) -> list[bytes]:
-        """Return what is evicted for ``new`` chunks; the last of those that find no room are taken out of ``new``."""
+        """Return the blocks evicted for ``new`` ones; remove the last of those that do not fit from ``new``."""
         own = self._take_out(self._keep_quotas(new))
         num_missing = self._io.num_over(len(self._stored), len(self._writing) + len(new))
         if num_missing <= 0 or not new:
@@ -441,7 +441,7 @@ class DiskTier(TransferTier):
         return [*own, *self._take_out(list(evicted))]
 
     def _keep_quotas(self, new: dict[bytes, int]) -> list[bytes]:
-        """Return chunks that owners evict of their own for ``new`` ones; drop new ones from the first over a quota on.
+        """Return blocks that owners evict for their ``new`` ones; drop new ones from the first over a quota on.
 
         All are of one request, so of one tenant, or of the collections of its documents.
         """
@@ -458,13 +458,13 @@ class DiskTier(TransferTier):
         return self._names_of(evicted)
 
     def _names_of(self, units: Iterable[EvictedUnit]) -> list[bytes]:
-        """Return the chunks of units, with those of other groups."""
+        """Return the names of blocks, including those of other groups."""
         if not self._groups.others:
             return [cast("Key", unit.key) for unit in units]
         return [name for unit in units for name in (self._name_of(unit.key), *self._others.of_unit(unit.key))]
 
     def _take_out(self, evicted: list[bytes]) -> list[bytes]:
-        """Remove evicted chunks from the sets of stored ones, and return them."""
+        """Remove evicted blocks from the sets of stored ones, and return them."""
         for name in evicted if self._groups.others else ():
             self._others.discard(name)
         self._stored.difference_update(evicted)
@@ -472,7 +472,7 @@ class DiskTier(TransferTier):
         return evicted
 
     def _admit(self, new: dict[bytes, int]) -> list[PendingRun]:
-        """Add chunks to the tree, held until they are written, and return them with their notes, parents first."""
+        """Add blocks to the tree, held until they are written, and return them with metadata, parents first."""
         self._writing.update(new)
         names = [name for name in new if self._is_unit(name)] if self._groups.others else list(new)
         rows = list(new.values()) if len(names) == len(new) else [new[name] for name in names]
@@ -491,13 +491,13 @@ class DiskTier(TransferTier):
         return runs
 
     def _units_of(self, names: Collection[bytes]) -> Collection[bytes]:
-        """Return the units of chunks of full attention."""
+        """Return the tree blocks of full-attention blocks."""
         if not self._groups.others:
             return names
         return [self._unit_of(name) for name in names if self._is_unit(name)]
 
     def _hold(self, names: Collection[bytes]) -> None:
-        """Keep chunks: they are written or read."""
+        """Hold blocks during a write or read."""
         for name in names if self._groups.others else ():
             if not self._is_unit(name):
                 self._others.discard(name)
@@ -553,7 +553,7 @@ class DiskTier(TransferTier):
         return list(compress(job.keys, load.found))
 
     def _remove(self, name: bytes) -> None:
-        """Remove a chunk that is not, or no longer, on the disk: a miss."""
+        """Remove a block that is not on the disk: a miss."""
         self._stored.discard(name)
         self._events.removed([name])
         if not self._is_unit(name):
@@ -569,7 +569,7 @@ class DiskTier(TransferTier):
             self._disable(why)
 
     def _disable(self, why: str, *, comes_back: bool = True) -> None:
-        """Take the tier out of service and out of the tree, where its units would keep host memory in use."""
+        """Take the tier out of service and out of the tree, where its blocks would hold host memory."""
         self._is_enabled = self._report.is_enabled = False
         self._report.used_bytes = None
         self._io.take_down(why, comes_back=comes_back)
@@ -589,7 +589,7 @@ class DiskTier(TransferTier):
         self._controller.record_change()
 
     def _come_back(self) -> None:
-        """Go on with a store that is open again; what it holds comes back, unless something was forgotten meanwhile."""
+        """Continue with a reopened store; its blocks return, unless documents were deleted meanwhile."""
         if self._reopening is not None and self._reopening.is_ready and not (self._loads or self._stores):
             reopened, self._reopening = self._reopening.take(), None
             self._io = self._threads = DiskIO(reopened.store, self._host_memory)
@@ -632,7 +632,7 @@ class DiskTier(TransferTier):
         return Regrowth(self._tree, Tier.DISK, self._controller.tokens_per_block, self._groups.unit_of_entry)
 
     def _restore(self, store: ChunkStore) -> None:
-        """Rebuild the tree from the store's chunks."""
+        """Rebuild the tree from the store's blocks."""
         growth = self._growth()
         for entry in in_order_of_growth(store.entries(), self._groups.unit_of_entry):
             growth.add(entry)
@@ -641,7 +641,7 @@ class DiskTier(TransferTier):
             logger.info("RAGCache found %d blocks of KV in %s", len(self._stored), store.path)
 
     def _finish_restoring(self, store: ChunkStore, growth: Regrowth) -> None:
-        """Let chunks be found that are in the tree; discard those without their prefix, which are useless."""
+        """Make restored blocks available; discard those without their prefix."""
         found, orphans = growth.found, growth.orphans
         self._stored.update(found)
         self._events.stored(found)

@@ -1,4 +1,4 @@
-"""Disk reads that begin while a request is queued, long before vLLM reaches it, or before it arrives."""
+"""Start disk reads while a request is queued, before vLLM reaches it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _MAX_PROMPTS = 64
 
 
 class DiskPrefetcher:
-    """Looks up queued requests in order of arrival, which makes vLLM's tiering read their blocks into host memory.
+    """Looks up queued requests in order of arrival, so that vLLM's tiering reads their blocks into host memory.
 
     Blocks read for a request are kept until it is admitted. All requests together keep at most half of host memory.
     Speculative requests come after real ones, and use only the first half of that. So do prompts without a request
@@ -65,14 +65,14 @@ class DiskPrefetcher:
         return 0 < num_below <= self._limit // 2
 
     def add_prompt(self, request: Request) -> None:
-        """Add a prompt without a request; only the offloading treats it as an arrived request."""
+        """Add a prompt without a request; only the offloading treats it as a request."""
         self._prompts.append(request)
         if len(self._prompts) > _MAX_PROMPTS:
             self._end(self._prompts.popleft())
 
     @property
     def is_prefetching(self) -> bool:
-        """Whether prompts without a request wait or are read, with requests in the engine or without."""
+        """Whether prompts without a request wait or are being read."""
         return bool(self._prompts or self._unasked)
 
     def remove(self, request_id: str) -> None:
@@ -80,7 +80,7 @@ class DiskPrefetcher:
         self._num_blocks.pop(request_id, None)
 
     def begin_reads(self) -> None:
-        """Begin reads for queued requests, as far as there is space, after vLLM's admission."""
+        """Begin reads for queued requests within the free space, after vLLM's admission."""
         for request, num_gpu_tokens in list(self._unasked.items()):
             if not self._promises.is_awaited(request.request_id, num_gpu_tokens):
                 del self._unasked[request]
@@ -103,7 +103,7 @@ class DiskPrefetcher:
         return True
 
     def _begin(self, request: Request, limit: int) -> bool:
-        """Return whether a request is done; False if it has to wait for space."""
+        """Return whether a request is finished; ``False`` if it waits for space."""
         state = self._controller.state_of(request.request_id)
         if state is None or state.admitted_s is not None or self._promises.is_looked_up(request.request_id):
             return True
@@ -116,7 +116,7 @@ class DiskPrefetcher:
         return True
 
     def _blocks(self, last: Key | None) -> tuple[int, int]:
-        """Return how many leading blocks the GPU holds, and how many of the next ones lower tiers hold.
+        """Return the number of leading blocks on the GPU, and of the following ones in lower tiers.
 
         The latter is 0 if none of them has to be read from disk.
         """

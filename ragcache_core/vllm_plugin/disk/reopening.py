@@ -1,4 +1,4 @@
-"""A disk store that failed is opened again, on a thread that may wait for the disk."""
+"""Reopen a failed disk store, on a thread that may wait for the disk."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _LONGEST_WAIT_S = 300.0
 
 @dataclass(frozen=True, slots=True)
 class Reopened:
-    """A store that is open again, and its entries, parents first."""
+    """A reopened store, and its entries, parents first."""
 
     store: ChunkStore
     entries: list[ChunkEntry]
 
 
 class UnopenedStore:
-    """What the threads of a tier have in place of a store that could not be opened: it holds nothing, and fails.
+    """Placeholder for a store that could not be opened: it holds nothing, and every use fails.
 
     Args:
         path: the cache directory.
@@ -60,7 +60,7 @@ class UnopenedStore:
 
 
 class Reopening:
-    """Opens a store until that succeeds: after 30 s, then after twice as long each time, up to 5 minutes.
+    """Retries opening a store: after 30 s, then with doubled pauses of at most 5 minutes.
 
     Args:
         open_store: opens it.
@@ -87,13 +87,13 @@ class Reopening:
         return self._reopened is not None
 
     def take(self) -> Reopened:
-        """Return the open store, whose owner is the caller from now on."""
+        """Return the open store; the caller owns it."""
         assert self._reopened is not None
         reopened, self._reopened = self._reopened, None
         return reopened
 
     def stop(self) -> None:
-        """Open it no more; close it if it is open. Does not wait for the disk."""
+        """Stop retrying; close an open store. Does not wait for the disk."""
         self._is_stopped.set()
         with self._lock:
             reopened, self._reopened = self._reopened, None
@@ -127,7 +127,7 @@ class Reopening:
 
 
 def device_of(directory: Path) -> int:
-    """Return the file system of a directory; of its nearest parent where it is missing."""
+    """Return the file system of a directory, or of its nearest existing parent."""
     while not directory.exists():
         directory = directory.parent
     return directory.stat().st_dev

@@ -1,1 +1,1 @@
-"""The tiers below host memory: one interface for the disk, the shared store and vLLM's own tiers."""
+"""The tiers below host memory: one interface for disk, shared store and vLLM's own tiers."""

@@ -1,4 +1,4 @@
-"""Copies of blocks between rows of host memory and a lower tier."""
+"""Copies of blocks between host memory and a lower tier."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ class TierJob:
 
 @dataclass(frozen=True, slots=True)
 class EndedJob:
-    """A job that no longer uses host memory; ``loaded`` are the blocks that a load has brought."""
+    """A job that no longer uses host memory; ``loaded`` are the loaded blocks."""
 
     number: int
     loaded: Sequence[OffloadKey] = ()
 
 
 class StoreTransfer(Transfer):
-    """Blocks whose rows of host memory are held until they are copied or abandoned.
+    """Blocks whose host memory is held until they are copied or abandoned.
 
     Args:
         num_blocks: how many rows are held.
@@ -53,21 +53,21 @@ class StoreTransfer(Transfer):
 
     @property
     def has_ended(self) -> bool:
-        """Whether the rows are free."""
+        """Whether the rows of host memory are free."""
         return self.is_finished or self.is_abandoned
 
     @property
     def remaining_s(self) -> float:
-        """Seconds until it is to be released."""
+        """Seconds until its release."""
         return max(self.ends_s - time.monotonic(), 0.0)
 
     def release(self) -> None:
-        """Have its rows be free soon: what is not copied at once is dropped."""
+        """Free its rows soon; blocks not copied at once are dropped."""
         self.abandon()
 
 
 class LoadPart(Transfer):
-    """Blocks of a load that a reader reads at once, by their names in the tier."""
+    """The blocks of a load that a reader reads together, by their names in the tier."""
 
     def __init__(self, names: list[bytes], rows: list[int]) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ class LoadTransfer:
 
     @property
     def found(self) -> list[bool]:
-        """Whether each block was read, in the order of the names."""
+        """Whether each block was read, in order of the names."""
         return [is_found for part in self.parts for is_found in part.found]
 
     @property
@@ -100,6 +100,6 @@ class LoadTransfer:
         return all(part.is_finished or part.is_abandoned for part in self.parts)
 
     def abandon(self) -> None:
-        """Abandon parts that are not read yet: from now on nothing is written to host memory."""
+        """Abandon parts that are not read; nothing is written to host memory from now on."""
         for part in self.parts:
             part.abandon()

@@ -1,4 +1,4 @@
-"""Host memory and the tiers below it, as vLLM's offloading asks for them.
+"""Host memory and the tiers below it, behind the interface of vLLM's offloading.
 
 ::
 
@@ -86,7 +86,7 @@ class TierManager(OffloadingManager):
         return result if result is not LookupResult.MISS or not self.lower else self._look_below(key, req_context)
 
     def get_load_source(self, key: OffloadKey, req_context: ReqContext) -> CacheHitSource:
-        """Return the tier that a block came from for this request."""
+        """Return the tier from which a request's block was loaded."""
         return self._sources.get(req_context.req_id, {}).get(key) or self.host.get_load_source(key, req_context)
 
     def has_loaded(self, req_context: ReqContext) -> bool:
@@ -127,7 +127,7 @@ class TierManager(OffloadingManager):
         self._end_copy(req_context.req_id)
 
     def spoil(self, keys: Collection[OffloadKey]) -> None:
-        """Have the stores of ``keys``, which are under way, end as ones that failed."""
+        """Let pending stores of ``keys`` end as failed."""
         self._spoiled.update(keys)
 
     # Requests, steps and resets
@@ -168,7 +168,7 @@ class TierManager(OffloadingManager):
         return reports[0] if reports else None
 
     def reset_cache(self) -> None:
-        """Empty host memory, which no tier uses from then on; what lower tiers hold stays."""
+        """Empty host memory, which no tier uses meanwhile; lower tiers keep their blocks."""
         for tier in self.lower:
             tier.drain()
         self._take_ended()
@@ -183,7 +183,7 @@ class TierManager(OffloadingManager):
             self._end_if_finished(request_id)
 
     def shutdown(self) -> None:
-        """Shut the lower tiers down, then host memory: it stays mapped where one of them may still use it."""
+        """Shut down the lower tiers, then host memory, which stays mapped if one may still use it."""
         failures = []
         for tier in self.lower:
             try:
@@ -197,20 +197,20 @@ class TierManager(OffloadingManager):
 
     @property
     def num_open_jobs(self) -> int:
-        """Jobs of lower tiers that have not ended."""
+        """Number of open jobs of lower tiers."""
         return len(self._jobs)
 
     @property
     def needs_steps(self) -> bool:
-        """Whether the tiers have work that the engine's steps bring nearer.
+        """Whether tiers have work that engine steps advance.
 
-        No step does that for blocks of host memory that wait for nothing but a lower tier to take them.
+        Steps do not advance stores that only wait for a lower tier.
         """
         return self.has_pending_work() and self.newest_store is None
 
     @property
     def newest_store(self) -> int | None:
-        """The latest job that waits for a lower tier, if no step brings any work of a tier nearer; else None."""
+        """The latest job that waits for a lower tier, if no step advances any tier; else ``None``."""
         if any(tier.has_pending_work for tier in self.lower):
             return None
         newest = [self.lower[number].newest_store for number in {opened.tier for opened in self._jobs.values()}]
@@ -242,7 +242,7 @@ class TierManager(OffloadingManager):
         return LookupResult.RETRY if is_unknown else LookupResult.MISS
 
     def _reserve(self, tier: int, keys: Sequence[OffloadKey], context: ReqContext) -> bool:
-        """Reserve rows for as many leading blocks as host memory has room for; return whether that is any.
+        """Reserve rows for the leading blocks that fit into host memory; return whether there are any.
 
         They are loaded at the end of the step, all of a request at once.
         """
@@ -269,7 +269,7 @@ class TierManager(OffloadingManager):
         return job
 
     def _poll(self) -> None:
-        """Take in what has ended, once a step."""
+        """Process ended jobs, once a step."""
         if not self._has_polled:
             self._has_polled = True
             self._take_ended()
@@ -298,7 +298,7 @@ class TierManager(OffloadingManager):
             self._host_tier.complete_write(lost, job.context, False)
 
     def _end_if_finished(self, request_id: str) -> None:
-        """Tell the tiers that a request has ended, once nothing more of it can be stored."""
+        """Report the end of a request to the tiers, after its last store."""
         if request_id not in self._finished or request_id in self._copies:
             return
         context = self._finished.pop(request_id)

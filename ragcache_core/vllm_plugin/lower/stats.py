@@ -1,4 +1,4 @@
-"""vLLM's statistics of lower tiers, under the names that vLLM's own tiering gives them."""
+"""vLLM's statistics of lower tiers, under the names of vLLM's own tiering."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ragcache_core.vllm_plugin.compat import OffloadingConnectorStats, TieringOf
 
 @dataclass(slots=True)
 class _TierUse:
-    """Jobs that are open, and rows of host memory that they use."""
+    """Open jobs, and their rows of host memory."""
 
     label: tuple[str]
     num_loads: int = 0
@@ -20,7 +20,7 @@ class _TierUse:
 
 
 class JobStats:
-    """Collects what vLLM's metrics of lower tiers show; gauges are reported when they have changed.
+    """Collects the values of vLLM's metrics of lower tiers; gauges are reported on changes.
 
     Args:
         names: of the lower tiers, the nearest first.
@@ -36,22 +36,22 @@ class JobStats:
         self._stats = OffloadingConnectorStats()
 
     def on_lookup(self, tier: int, num_found: int | None) -> None:
-        """Count a look-up that found ``num_found`` blocks; None where the tier does not know yet."""
+        """Count a look-up with ``num_found`` hits; ``None`` if the tier does not know yet."""
         if num_found is not None:
             self._count(TieringOffloadingMetrics.CHUNK_QUERIES, tier, max(num_found, 1))
             if num_found:
                 self._count(TieringOffloadingMetrics.CHUNK_HITS, tier, num_found)
 
     def on_no_room(self) -> None:
-        """Count a load for which host memory has no room."""
+        """Count a load that does not fit into host memory."""
         self._stats.increase_counter(TieringOffloadingMetrics.PROMOTION_ALLOCATION_FAILURES)
 
     def on_begun(self, tier: int, num_blocks: int, *, is_load: bool) -> None:
-        """Count a job that begins."""
+        """Count a started job."""
         self._change(tier, 1, num_blocks, is_load=is_load)
 
     def on_ended(self, tier: int, num_blocks: int, num_copied: int, seconds: float, *, is_load: bool) -> None:
-        """Count a job that has ended: ``num_copied`` of its blocks were copied, in ``seconds``."""
+        """Count an ended job: ``num_copied`` copied blocks, in ``seconds``."""
         self._change(tier, -1, -num_blocks, is_load=is_load)
         if num_copied < num_blocks:
             self._count(TieringOffloadingMetrics.PROMOTION_JOB_FAILURES, tier)
@@ -90,7 +90,7 @@ class JobStats:
 
 
 def unreported_metrics() -> set[str]:
-    """Return vLLM's metrics that have no counterpart here: of single look-ups, and of its tiers' detectors."""
+    """Return vLLM's metrics without a counterpart here: of single look-ups, and of its tiers' detectors."""
     names = TieringOffloadingMetrics
     return {
         *(names.LOOKUP_SYNC_DELAY, names.LOOKUP_ASYNC_DELAY, names.BACKPRESSURE_STORE_LATENCY_EMA),

@@ -1,4 +1,4 @@
-"""What the manager of tiers asks of a tier below host memory."""
+"""The interface of a tier below host memory."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class LowerTier(ABC):
 
     @abstractmethod
     def find(self, key: OffloadKey, context: ReqContext) -> Sequence[OffloadKey] | None:
-        """Return the blocks to load for a request, from ``key`` on without a gap.
+        """Return the contiguous blocks to load for a request, from ``key`` on.
 
         None are returned where the tier does not hold ``key``, or loading takes longer than computing; ``None`` where
         the tier does not know yet.
@@ -47,7 +47,7 @@ class LowerTier(ABC):
 
     @abstractmethod
     def store(self, job: TierJob) -> None:
-        """Begin to copy blocks out of host memory, as far as the tier keeps them."""
+        """Begin to copy blocks out of host memory, as far as the tier stores them."""
 
     @abstractmethod
     def load(self, job: TierJob) -> None:
@@ -55,11 +55,11 @@ class LowerTier(ABC):
 
     @abstractmethod
     def take_ended(self) -> Iterable[EndedJob]:
-        """Return the jobs that have ended since the last call, and abandon those that are late."""
+        """Return the jobs that ended since the last call, and abandon late ones."""
 
     @abstractmethod
     def drain(self) -> None:
-        """End every use of host memory; :meth:`take_ended` then returns all open jobs."""
+        """End all uses of host memory; :meth:`take_ended` then returns all open jobs."""
 
     @abstractmethod
     def clear(self) -> None:
@@ -67,7 +67,7 @@ class LowerTier(ABC):
 
     @abstractmethod
     def shutdown(self) -> None:
-        """End the tier's threads, and free what it has opened. Idempotent."""
+        """End the tier's threads, and free its resources. Idempotent."""
 
     @abstractmethod
     def begin_request(self, context: ReqContext) -> None:
@@ -75,7 +75,7 @@ class LowerTier(ABC):
 
     @abstractmethod
     def end_request(self, context: ReqContext) -> None:
-        """Record that a request has ended, and nothing more of it will be stored or loaded."""
+        """Record that a request has ended, and none of its blocks will be stored or loaded."""
 
     @abstractmethod
     def end_step(self, context: ScheduleEndContext) -> None:
@@ -83,17 +83,17 @@ class LowerTier(ABC):
 
     @property
     def has_pending_work(self) -> bool:
-        """Whether an engine without requests goes on stepping for this tier, besides for its jobs."""
+        """Whether an engine without requests continues stepping for this tier, besides for its jobs."""
         return False
 
     @property
     def newest_store(self) -> int | None:
-        """The latest job that waits for the tier, if stores alone do, and no step brings them nearer; else None."""
+        """The latest job that waits for the tier, if only stores wait and no step advances them; else ``None``."""
         return None
 
     @property
     def has_events(self) -> bool:
-        """Whether there are KV events to take."""
+        """Whether there are KV events."""
         return False
 
     def take_events(self) -> Iterable[OffloadingEvent]:
@@ -101,5 +101,5 @@ class LowerTier(ABC):
         return ()
 
     def take_stats(self) -> OffloadingConnectorStats | None:
-        """Return statistics of the tier's own since the last call."""
+        """Return the tier's own statistics since the last call."""
         return None

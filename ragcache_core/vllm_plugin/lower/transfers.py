@@ -1,4 +1,4 @@
-"""The jobs and time limits of our own lower tiers: what the disk and the shared store have in common.
+"""Jobs and time limits of the disk tier and the shared store.
 
 A store holds rows of host memory until they are copied. At most half of host memory is held for a tier, unless one job
 takes more. What finds no room, comes while writing rests or waits too long is dropped and counted. A load that is late
@@ -29,19 +29,19 @@ class TierThreads(Protocol):
 
     @property
     def can_write(self) -> bool:
-        """Whether writing does not rest after a failure."""
+        """Whether writing is not paused after a failure."""
         ...
 
     def load_s(self, num_blocks: int) -> float | None:
-        """Return how long loading takes, by recent loads; None if that is unknown."""
+        """Return the estimated seconds of a load, from recent ones; ``None`` if unknown."""
         ...
 
     def is_to_be_abandoned(self, load: LoadTransfer, limit_s: float) -> bool:
-        """Return whether a load that has not ended is to be abandoned; ``limit_s`` is the longest it may take."""
+        """Return whether an open load is to be abandoned; ``limit_s`` is its longest time."""
         ...
 
     def wake(self) -> None:
-        """Have threads notice that stores were released."""
+        """Wake the threads, as stores were released."""
         ...
 
 
@@ -53,7 +53,7 @@ class _OpenLoad:
 
 
 class TransferTier(LowerTier):
-    """A tier with threads of its own.
+    """A tier with its own threads.
 
     Args:
         controller: knows requests, tree and counters.
@@ -114,7 +114,7 @@ class TransferTier(LowerTier):
         """Do nothing."""
 
     def end_step(self, context: ScheduleEndContext) -> None:
-        """Count what is loaded from the next step on."""
+        """Let loads of the next step count."""
         self._num_to_load = 0
 
     @property
@@ -123,18 +123,18 @@ class TransferTier(LowerTier):
 
     @abstractmethod
     def _begin_store(self, job: TierJob) -> StoreTransfer | None:
-        """Begin to copy what the tier keeps of a job's blocks; return None where that is nothing."""
+        """Begin to copy a job's blocks that the tier stores; return ``None`` if there are none."""
 
     @abstractmethod
     def _begin_load(self, job: TierJob) -> tuple[LoadTransfer, float]:
-        """Begin to load; return the transfer, and the longest it may take in seconds."""
+        """Begin to load; return the transfer, and its longest time in seconds."""
 
     @abstractmethod
     def _finish_load(self, job: TierJob, load: LoadTransfer) -> Sequence[OffloadKey]:
-        """Return which blocks a load has brought."""
+        """Return the loaded blocks."""
 
     def _has_room(self, num_blocks: int) -> bool:
-        """Return whether a job may hold rows: alone, or if all jobs together hold at most half of host memory."""
+        """Return whether a job may hold rows: alone, or if all jobs hold at most half of host memory."""
         num_held = sum(store.num_blocks for store in self._stores.values() if not store.has_ended)
         return not num_held or num_held + num_blocks <= self._num_rows // 2
 
@@ -145,12 +145,12 @@ class TransferTier(LowerTier):
     # Look-ups
 
     def _place_of(self, key: OffloadKey, context: ReqContext) -> tuple[RequestState, int] | None:
-        """Return a request and the index of a block in it; None for a prompt without a request."""
+        """Return a request, and a block's index in it; ``None`` for a prompt without a request."""
         state, end = self._controller.state_of(context.req_id), context.get_offload_key_position(key)
         return None if state is None or end is None else (state, max(end // self._controller.tokens_per_block - 1, 0))
 
     def _pays(self, state: RequestState, first: int, num_units: int, num_blocks: int) -> tuple[bool, float]:
-        """Return whether blocks are loaded in less time than they are computed, and the seconds of computing them.
+        """Return whether loading blocks is faster than computing them, and the seconds of computing.
 
         By the measured times of both; where one of them is not known, they are. What is to be loaded is counted until
         the end of the step, at which it is.
@@ -168,7 +168,7 @@ class TransferTier(LowerTier):
         return pays, saved_s
 
     def _run_of(self, units: Sequence[Key]) -> Sequence[OffloadKey]:
-        """Return the leading units that host memory lacks, as blocks."""
+        """Return the leading blocks that host memory lacks."""
         num_missing = len(units)
         for at, mask in self._in_host(units):
             if mask:
@@ -177,6 +177,6 @@ class TransferTier(LowerTier):
         return cast("list[OffloadKey]", offload_keys(units[:num_missing], self._groups.main))
 
     def _in_host(self, units: Sequence[Key]) -> Iterator[tuple[int, int]]:
-        """Yield runs of one tree node: the index of the first unit, and which units from it on host memory has."""
+        """Yield runs of one tree node: the index of the first block, and which blocks are in host memory."""
         for at, first, length in self._tree.runs(units):
             yield at, self._tree.resident_mask(first.node, Tier.HOST) >> first.unit & (1 << length) - 1

@@ -1,4 +1,4 @@
-"""vLLM's own lower tiers below our host memory: what its tiering asks of them, asked by our manager."""
+"""vLLM's own lower tiers below RAGCache's host memory, called by its manager."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ class VLLMTier(LowerTier):
         self._tier.drain_jobs()
 
     def clear(self) -> None:
-        """Do nothing: ``undeleted_reason`` tells that the tier may keep KV of other weights."""
+        """Do nothing: ``undeleted_reason`` reports that the tier may keep KV of other weights."""
 
     def shutdown(self) -> None:
         self._tier.shutdown()

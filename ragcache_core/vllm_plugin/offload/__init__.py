@@ -1,1 +1,1 @@
-"""The host tier: vLLM's offloading, with our policy."""
+"""The host tier: vLLM's offloading with RAGCache's policy."""

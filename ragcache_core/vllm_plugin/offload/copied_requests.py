@@ -1,4 +1,4 @@
-"""The requests whose KV is copied between the engine and the tiers, and the KV cache groups that their keys are of."""
+"""The requests whose KV is copied between engine and tiers, and the KV cache groups of their keys."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ logger = logger_of(__name__)
 
 @dataclass(frozen=True)
 class KeyGroup:
-    """A group of KV caches whose blocks are copied.
+    """A KV cache group whose blocks are copied.
 
     vLLM's tracker of KV events reads the attributes that have names of vLLM.
 
@@ -60,11 +60,11 @@ class KeyGroup:
 
     @property
     def tokens_per_chunk(self) -> int:
-        """Tokens of what one key names: a block."""
+        """Tokens of a block, which one key names."""
         return self.tokens_per_block
 
     def num_loaded_blocks(self, num_tokens: int) -> int | None:
-        """Return how many of the last blocks a hit of ``num_tokens`` loads; None: all.
+        """Return how many of the last blocks a hit of ``num_tokens`` loads; ``None`` for all.
 
         A window that ends within a block begins a block earlier than one that ends with it.
         """
@@ -78,7 +78,7 @@ class KeyGroup:
 
 
 def read_key_groups(config: OffloadingConfig, kv_cache_config: KVCacheConfig) -> list[KeyGroup]:
-    """Return the groups whose blocks are copied, in the order in which copies list their blocks."""
+    """Return the groups with copied blocks, in the order in which copies list them."""
     groups = []
     for each in config.groups:
         group = kv_cache_config.kv_cache_groups[each.group_id]
@@ -114,7 +114,7 @@ def _num_window_blocks(spec: KVCacheSpec, tokens_per_block: int) -> int | None:
 
 @dataclass(slots=True, eq=False)
 class CopiedRequest:
-    """What is known of a request's copies, from its arrival until the last of them has ended.
+    """The state of a request's copies, from its arrival until the last one ends.
 
     Attributes:
         request, context: as vLLM and the tiers know it.
@@ -155,7 +155,7 @@ class CopiedRequest:
 
     @classmethod
     def of(cls, request: Request, groups: Sequence[KeyGroup], *, places_keys: bool) -> CopiedRequest:
-        """Return a request that has arrived, with what its ``kv_transfer_params`` say of copies."""
+        """Return the state of a new request, with its copy settings in ``kv_transfer_params``."""
         params = request.kv_transfer_params or {}
         filtered = {} if (tiers := params.get("kv_load_tiers")) is None else {"load_tier_filter": tier_filter(tiers)}
         context = ReqContext(
@@ -175,7 +175,7 @@ class CopiedRequest:
         )
 
     def keys_of(self, number: int) -> list[OffloadKey]:
-        """Return the keys of a group's blocks, as far as the request has full ones."""
+        """Return the keys of a group's blocks, for full blocks of the request."""
         group, keys = self.groups[number], self._keys[number]
         every, hashes = group.hashes_per_chunk, self.request.block_hashes
         if (len(keys) + 1) * every <= len(hashes):
@@ -188,20 +188,20 @@ class CopiedRequest:
         return keys
 
     def key_at(self, number: int, num_tokens: int) -> OffloadKey:
-        """Return the key of the block of a group that ends with as many tokens."""
+        """Return the key of the block of a group that ends after that many tokens."""
         return self.keys_of(number)[num_tokens // self.groups[number].tokens_per_block - 1]
 
     def store_at_most(self, num_tokens: int) -> None:
-        """Have no more than the first ``num_tokens`` stored."""
+        """Limit stores to the first ``num_tokens``."""
         self.most_stored = num_tokens if self.most_stored is None else min(self.most_stored, num_tokens)
 
     def forget_keys(self, num_tokens: int) -> None:
-        """Forget the keys behind the first ``num_tokens``: the request has others from there on."""
+        """Drop the keys after the first ``num_tokens``, where the request gets others."""
         for group, keys in zip(self.groups, self._keys, strict=True):
             del keys[num_tokens // group.tokens_per_block :]
 
     def num_storable(self, number: int, num_tokens: int, num_blocks: int) -> int:
-        """Return how many leading blocks of a group may be stored once ``num_tokens`` are computed.
+        """Return the number of leading blocks of a group that may be stored when ``num_tokens`` are computed.
 
         The last block of a draft is left out while the request generates: a rejected token's KV in it is computed
         again. A request that has ended computes nothing any more.
@@ -213,13 +213,13 @@ class CopiedRequest:
         return min(num, num_blocks, len(self.keys_of(number)))
 
     def num_storable_tokens(self, num_computed: int) -> int:
-        """Return how many of the computed tokens may be stored."""
+        """Return the number of computed tokens that may be stored."""
         num: int = min(num_computed, self.request.num_tokens)
         return num if self.most_stored is None else min(num, self.most_stored)
 
     @property
     def has_stored_all(self) -> bool:
-        """Whether all blocks that may be stored are stored or in flight."""
+        """Whether all storable blocks are stored or in flight."""
         most = self.most_stored
         return most is not None and all(
             group.is_handed_over or num_stored >= most // group.tokens_per_block
@@ -236,7 +236,7 @@ def _limit(params: dict[str, Any], name: str) -> int | None:
 
 
 def tier_filter(asked: Any) -> TierFilter:
-    """Return which tiers a request may load from, by its ``kv_load_tiers``; all where that says nothing."""
+    """Return the tiers that a request may load from, by its ``kv_load_tiers``; all by default."""
     if not isinstance(asked, list):
         return TierFilter.ALL
     matchers = tuple(_matchers(asked))

@@ -1,4 +1,4 @@
-"""The copies that are under way, each until all workers have ended it, and the blocks that they must have left."""
+"""Copies in flight, until all workers have ended them, and the blocks that they use."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ class CopyJob:
 
 
 class _CopyBeforeReset(NamedTuple):
-    """A copy from before a reset, which workers go on with."""
+    """A copy from before a reset, which workers continue."""
 
     num_pending: int
     rows: list[int]
 
 
 class CopyJobs:
-    """Numbers copies, and tells the tiers when they end.
+    """Numbers copies, and reports their ends to the tiers.
 
     Rows of host memory that a copy from before a reset uses are used again once it has ended.
 
@@ -62,7 +62,7 @@ class CopyJobs:
         self._num_begun = 0
 
     def __len__(self) -> int:
-        """Return how many copies have not ended, without those from before a reset."""
+        """Return the number of open copies, except those from before a reset."""
         return len(self._jobs)
 
     @property
@@ -90,7 +90,7 @@ class CopyJobs:
         return [(number, job) for number, job in self._jobs.items() if job.blocks is not None]
 
     def end(self, completed: Mapping[int, int]) -> list[CopyJob]:
-        """Take in how many workers ended which copies; return those that all have ended, loads first."""
+        """Process the number of workers that ended each copy; return those ended by all, loads first."""
         loads: list[CopyJob] = []
         stores: list[CopyJob] = []
         for number, count in completed.items():
@@ -110,7 +110,7 @@ class CopyJobs:
         return loads + stores
 
     def reset(self) -> set[int]:
-        """Forget all copies, before the tiers are emptied; return those that workers may still begin or wait for."""
+        """Drop all copies before the tiers are emptied; return those that workers may still begin or wait for."""
         for number, job in self._jobs.items():
             rows = [row for key in job.keys if (row := self._host.row_of(key)) is not None]
             self._late[number] = _CopyBeforeReset(job.num_pending, rows)
@@ -119,7 +119,7 @@ class CopyJobs:
         return left
 
     def keep_late_rows(self) -> None:
-        """Keep the emptied host memory from using rows that copies still use."""
+        """Keep rows in use by copies out of the emptied host memory."""
         self._host.rows.reset([row for late in self._late.values() for row in late.rows])
 
     def _end_late(self, number: int, count: int) -> None:
@@ -132,7 +132,7 @@ class CopyJobs:
 
 
 def blocks_written(output: SchedulerOutput, groups: Sequence[KeyGroup], fenced: Iterable[int]) -> set[int]:
-    """Return the blocks that a step may write to: stores out of them have to end before.
+    """Return the blocks that a step may write to, so that stores of them must end before.
 
     Args:
         output: of the step.
@@ -158,7 +158,7 @@ def blocks_written(output: SchedulerOutput, groups: Sequence[KeyGroup], fenced: 
 def _without_hit(
     block_ids: Sequence[Sequence[int]], num_computed_tokens: int, groups: Sequence[KeyGroup]
 ) -> Iterator[int]:
-    """Yield the blocks of a table behind what a request found: those are shared, and no step writes to them."""
+    """Yield the blocks of a table after a request's hit; hit blocks are shared, and never written."""
     for group in groups:
         blocks = block_ids[group.group_idx]
         is_full = group.sliding_window_size_in_chunks is None

@@ -1,4 +1,4 @@
-"""The copies between the engine's blocks and host memory, on the scheduler's side.
+"""Copies between the engine's blocks and host memory, on the scheduler's side.
 
 A step's work is proportional to what changes in it: a request that stores nothing more is not looked at, whatever it
 generates. Block tables are vLLM's own, read when something is stored.
@@ -56,7 +56,7 @@ if TYPE_CHECKING:
 
 
 class CopyScheduler:
-    """Finds, loads and stores the KV of requests; it answers what vLLM asks the scheduler's side of a connector.
+    """Hits, loads and stores the KV of requests, behind the scheduler side of vLLM's connector interface.
 
     Args:
         spec: of the tiers, whose manager is built here.
@@ -94,24 +94,24 @@ class CopyScheduler:
 
     @property
     def num_jobs(self) -> int:
-        """Copies that workers have not ended."""
+        """Number of copies that workers have not ended."""
         return len(self._jobs)
 
     @property
     def num_requests(self) -> int:
-        """Requests that have not ended, or have copies under way."""
+        """Number of requests in the engine, or with open copies."""
         return len(self._requests)
 
     # Requests
 
     def on_new_request(self, request: Request) -> None:
-        """Take in a request that has arrived."""
+        """Add a new request."""
         copied = CopiedRequest.of(request, self._groups, places_keys=bool(self._manager.lower))
         self._requests[request.request_id] = copied
         self._manager.on_new_request(copied.context)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """Return how many tokens can be loaded, None if that is not known yet, and whether they load between steps."""
+        """Return the loadable tokens (``None`` if unknown yet), and whether they load between steps."""
         copied = self._requests[request.request_id]
         copied.has_blocks = False  # it gets others
         self._storing.pop(request.request_id, None)
@@ -132,7 +132,7 @@ class CopyScheduler:
         return num_found, num_found > 0
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
-        """Load what was found into the blocks that the request has now."""
+        """Load the hit blocks into the request's allocated blocks."""
         if not num_external_tokens:
             return
         copied = self._requests[request.request_id]
@@ -147,7 +147,7 @@ class CopyScheduler:
             self._loading.update(keys)
 
     def load_by_layer(self, request: Request, blocks: KVCacheBlocks, num_local: int, num_tokens: int) -> None:
-        """Load blocks of the only group layer by layer, in the step that the request begins with.
+        """Load blocks of the only group layer by layer, in the request's first step.
 
         Args:
             request: that has its blocks now.
@@ -173,7 +173,7 @@ class CopyScheduler:
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Take in that a request ends; the rest of it is stored with the next step."""
+        """Record a request's end; the rest of it is stored with the next step."""
         if (copied := self._requests.get(request.request_id)) is not None:
             self._end_deferral(copied)
             self._storing.pop(request.request_id, None)
@@ -183,7 +183,7 @@ class CopyScheduler:
         return False, None
 
     def get_external_cache_hit_sources(self, request: Request, num_external_tokens: int) -> dict[CacheHitSource, int]:
-        """Return how many of the loaded tokens came from which tier; where several groups differ, the outermost."""
+        """Return the loaded tokens by tier; of several groups, the outermost tier."""
         copied = self._requests[request.request_id]
         if copied.sources is None or copied.sources[0] != num_external_tokens:
             copied.sources = num_external_tokens, self._sources(copied, num_external_tokens)
@@ -192,7 +192,7 @@ class CopyScheduler:
     # Steps
 
     def build_connector_meta(self, output: SchedulerOutput) -> OffloadingConnectorMetadata:
-        """Return what workers copy with a step."""
+        """Return the workers' copies for a step."""
         shown = self._shown(output)
         preempted = output.preempted_req_ids or ()
         new_ids = [new.req_id for new in output.scheduled_new_reqs]
@@ -226,7 +226,7 @@ class CopyScheduler:
         return OffloadingConnectorMetadata(loads, stores, flushed)
 
     def update_connector_output(self, output: KVConnectorOutput) -> None:
-        """Take in which copies workers ended."""
+        """Process the copies that workers ended."""
         told = output.kv_connector_worker_meta
         if told is None:
             return
@@ -240,7 +240,7 @@ class CopyScheduler:
                 del self._requests[name]
 
     def has_pending_push_work(self) -> bool:
-        """Return whether there is something to do that only a step of the engine does."""
+        """Return whether there is work that only an engine step does."""
         return self._jobs.are_pending or bool(self._ended) or self._manager.needs_steps
 
     def take_events(self) -> Iterable[KVCacheEvent]:
@@ -248,11 +248,11 @@ class CopyScheduler:
         return () if self._events is None else self._events.take_events(self._manager.take_events())
 
     def get_kv_connector_stats(self) -> OffloadingConnectorStats | None:
-        """Return what was counted since the last call."""
+        """Return the counts since the last call."""
         return self._stats.take(self._manager.get_stats())
 
     def reset_cache(self) -> bool:
-        """Empty host memory; requests that run store again what they have.
+        """Empty host memory; running requests store their blocks again.
 
         Rows that workers still copy are used again when these copies have ended.
         """
@@ -269,7 +269,7 @@ class CopyScheduler:
             copied.jobs.clear()
             if copied.has_blocks:
                 self._storing[name] = copied
-        if len(self._groups) > 1:  # blocks of a window or a state may be gone from a request
+        if len(self._groups) > 1:  # a request may lack blocks of a window or state
             self.stop_storing()
         if self._events is not None:
             self._events.reset()
@@ -283,7 +283,7 @@ class CopyScheduler:
     # What else the connector asks
 
     def fence(self, block_ids: Iterable[int]) -> None:
-        """Have stores out of these blocks end before the next step, which writes to them."""
+        """End stores of these blocks before the next step, which writes to them."""
         self._fenced += block_ids
 
     def store_at_most(self, request_id: str, num_tokens: int) -> None:
@@ -292,19 +292,19 @@ class CopyScheduler:
             copied.store_at_most(num_tokens)
 
     def keep_from_storing(self, request_id: str, num_tokens: int) -> None:
-        """Store no more than the first ``num_tokens`` of a request, and forget the keys behind them."""
+        """Store no more than the first ``num_tokens`` of a request, and drop the keys after them."""
         if (copied := self._requests.get(request_id)) is not None:
             copied.store_at_most(num_tokens)
             copied.forget_keys(num_tokens)
 
     def stop_storing(self) -> None:
-        """Store nothing more of the requests that have KV by now."""
+        """Stop storing requests that have KV now."""
         for copied in self._requests.values():
             if copied.request.status not in (RequestStatus.WAITING, RequestStatus.PREEMPTED):
                 copied.store_at_most(0)
 
     def spoil_stores(self) -> None:
-        """Keep nothing of what is being stored, nor anything more of the requests that have KV by now."""
+        """Drop pending stores, and stop storing requests that have KV now."""
         self.stop_storing()
         for _, job in self._jobs.stores():
             self._manager.spoil(job.keys)
@@ -314,7 +314,7 @@ class CopyScheduler:
     def _plan_load(
         self, copied: CopiedRequest, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> tuple[list[OffloadKey], list[int], list[int], list[int]]:
-        """Return the keys and the blocks of a load; of each group how many blocks, and its first block's index.
+        """Return keys and blocks of a load; per group the number of blocks, and the first block's index.
 
         A group is loaded from its first block that holds nothing yet: the blocks before lie on the GPU, or are outside
         of its window.
@@ -336,14 +336,14 @@ class CopyScheduler:
             sizes.append(num_blocks - begin)
             firsts.append(begin)
             copied.num_stored[number] = num_blocks
-            if group.is_handed_over:  # a state stands for all before it
+            if group.is_handed_over:  # a state replaces all earlier blocks
                 copied.loaded += [(first, end, key) for key in loaded]
             else:
                 copied.loaded += [(i * size, min((i + 1) * size, end), key) for i, key in enumerate(loaded, begin)]
         return keys, targets, sizes, firsts
 
     def _sources(self, copied: CopiedRequest, num_tokens: int) -> dict[CacheHitSource, int]:
-        """Return the tiers of a load of as many tokens."""
+        """Return the tiers of a load of that many tokens."""
         first, end = copied.num_local_tokens, copied.num_local_tokens + num_tokens
         found: Counter[CacheHitSource] = Counter()
         if len(self._groups) == 1:  # whose ranges do not overlap
@@ -375,7 +375,7 @@ class CopyScheduler:
     # Stores
 
     def _shown(self, output: SchedulerOutput) -> dict[str, CopiedRequest]:
-        """Return the requests that may have blocks to store in a step: they begin, or get blocks in it.
+        """Return the requests that may have blocks to store in a step: they start, or get blocks in it.
 
         A block is full before the next one is allocated, so each full block is stored one step late at most; the rest
         is stored when the request ends.
@@ -393,7 +393,7 @@ class CopyScheduler:
         return {name: storing[name] for name in (*begun, *grown) if name in storing}
 
     def _end(self, copied: CopiedRequest, written: set[int], stores: dict[int, OffloadingTransferJob]) -> None:
-        """Store the rest of a request, and tell the tiers that it has ended."""
+        """Store the rest of a request, and report its end to the tiers."""
         request = copied.request
         if copied.last_blocks:
             if request.status is RequestStatus.FINISHED_ABORTED:
@@ -416,7 +416,7 @@ class CopyScheduler:
         block_ids: Sequence[Sequence[int]],
         stores: dict[int, OffloadingTransferJob],
     ) -> int | None:
-        """Store the full blocks of a request that has ``num_tokens`` computed; return the number of the job."""
+        """Store the full blocks of a request with ``num_tokens`` computed tokens; return the number of the job."""
         num_tokens = copied.num_storable_tokens(num_tokens)
         ranges: list[range] = []
         offered: list[OffloadKey] = []
@@ -459,7 +459,7 @@ class CopyScheduler:
         return job
 
     def _store_states(self, output: SchedulerOutput, stores: dict[int, OffloadingTransferJob]) -> None:
-        """Store the states that vLLM hands over: each is one block, which the request's table may not have any more."""
+        """Store the states from vLLM: each is one block, which may no longer be in the request's table."""
         state = output.kv_connector_block_state
         by_number = {group.group_idx: number for number, group in enumerate(self._groups)}
         for name, handed in state.boundary_state_offloads.items() if state is not None else ():
@@ -488,5 +488,5 @@ class CopyScheduler:
 
 
 def _is_empty(block: Any) -> bool:
-    """Return whether a block holds nothing yet, and is one at all."""
+    """Return whether a block is real and has no content yet."""
     return not block.is_null and block.block_hash is None

@@ -1,4 +1,4 @@
-"""What the scheduler's side counts of copies and look-ups, under the names of vLLM's offloading."""
+"""Counts of copies and look-ups on the scheduler's side, under the names of vLLM's offloading."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DIRECTIONS = ("load", "store")
 
 
 class CopyStats:
-    """Counts until it is asked."""
+    """Counts events until they are read."""
 
     def __init__(self) -> None:
         self._stats = OffloadingConnectorStats()
@@ -26,15 +26,15 @@ class CopyStats:
         self._stats.observe_histogram(LOOKUP_SYNC_DELAY, seconds)
 
     def on_deferred(self, seconds: float) -> None:
-        """Count how long it took until a deferred look-up had an answer, or its request ended."""
+        """Count the seconds until a deferred look-up had a result, or its request ended."""
         self._stats.observe_histogram(LOOKUP_ASYNC_DELAY, seconds)
 
     def on_no_room(self) -> None:
-        """Count a store for which host memory has no room."""
+        """Count a store that does not fit into host memory."""
         self._stats.increase_counter(ALLOCATION_FAILURE)
 
     def on_copied(self, told: OffloadingWorkerMetadata) -> None:
-        """Count the copies that workers ended."""
+        """Count copies that workers ended."""
         for direction in DIRECTIONS:
             copied = getattr(told.transfer_stats, direction)
             if not copied.is_empty():
@@ -44,7 +44,7 @@ class CopyStats:
                     self._stats.observe_histogram(f"vllm:kv_offload_{direction}_size", size)
 
     def take(self, of_tiers: OffloadingConnectorStats | None) -> OffloadingConnectorStats | None:
-        """Return what was counted since the last call, with what the tiers counted."""
+        """Return the counts since the last call, including those of the tiers."""
         own, self._stats = self._stats, OffloadingConnectorStats()
         if own.is_empty():
             return of_tiers

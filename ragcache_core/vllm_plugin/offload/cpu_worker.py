@@ -1,4 +1,4 @@
-"""Copies blocks between the engine's KV memory and host memory on a platform without a GPU.
+"""Copy blocks between the engine's KV memory and host memory without a GPU.
 
 vLLM's own worker copies with CUDA streams, and is used on CUDA. Without a GPU this one replaces it, to run the whole
 code path.
@@ -26,14 +26,14 @@ from ragcache_core.vllm_plugin.offload.layer_loads import PastEvent
 
 @dataclass(frozen=True, slots=True)
 class _Transfer:
-    """Blocks of one KV cache group: (block of the engine, chunk of the host, part of the chunk)."""
+    """Blocks of one KV cache group: (block of the engine, offload block, part of it)."""
 
     group: int
     places: list[tuple[int, int, int]]
 
 
 def worker_region(spec: TieringOffloadingSpec) -> SharedOffloadRegion:
-    """Return host memory, as a worker of a spec's host tier sees it; workers with the same KV share one part of it."""
+    """Return host memory as mapped by a worker; workers with equal KV share one part of it."""
     return SharedOffloadRegion(
         engine_id=spec.config.engine_id,
         num_chunks=spec.num_chunks,
@@ -44,7 +44,7 @@ def worker_region(spec: TieringOffloadingSpec) -> SharedOffloadRegion:
 
 
 def copying_worker(spec: TieringOffloadingSpec, kv_caches: CanonicalKVCaches) -> CopyingWorker:
-    """Return the worker of a spec's host tier."""
+    """Return the transfer worker of a host tier."""
     region = worker_region(spec)
     try:
         return CopyingWorker(kv_caches, spec.blocks_per_chunk, region)
@@ -54,7 +54,7 @@ def copying_worker(spec: TieringOffloadingSpec, kv_caches: CanonicalKVCaches) ->
 
 
 class CopyingWorker(OffloadingWorker):
-    """Moves blocks with plain copies, when it is told to.
+    """Transfer worker that copies blocks synchronously.
 
     Page by page: torch's indexing of many pages at once takes 97 us a block of 128 KiB, NumPy's copy of each 7 us.
 
@@ -84,25 +84,25 @@ class CopyingWorker(OffloadingWorker):
             )
 
     def submit_store(self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec) -> bool:
-        """Copy blocks of the engine to chunks of the host."""
+        """Copy blocks of the engine to host memory."""
         return self._copy(job_id, src_spec, dst_spec, is_store=True)
 
     def submit_load(
         self, job_id: int, src_spec: LoadStoreSpec, dst_spec: GPULoadStoreSpec, expedited: bool = False
     ) -> bool:
-        """Copy chunks of the host to blocks of the engine."""
+        """Copy blocks of host memory to the engine."""
         return self._copy(job_id, dst_spec, src_spec, is_store=False)
 
     def get_finished(self) -> list[TransferResult]:
-        """Return the copies that were made since the last call."""
+        """Return the copies since the last call."""
         finished, self._finished = self._finished, []
         return finished
 
     def wait(self, job_ids: set[int]) -> None:
-        """Return at once: these copies were made when they were asked for."""
+        """Return at once, as copies are synchronous."""
 
     def copy_in(self, tensor: int, rows: np.ndarray, blocks: np.ndarray) -> int:
-        """Copy rows of host memory into blocks of one KV tensor; return the number of bytes. A row has one block."""
+        """Copy rows of host memory into blocks of one KV tensor; return the bytes. A row has one block."""
         engine, host = self._engine[tensor], self._host[tensor]
         for row, block in zip(rows.tolist(), blocks.tolist(), strict=True):
             engine[block] = host[row, 0]
@@ -130,7 +130,7 @@ class CopyingWorker(OffloadingWorker):
         return True
 
     def _transfers(self, engine: GPULoadStoreSpec, host: LoadStoreSpec) -> Iterator[_Transfer]:
-        """Yield the blocks of each group beside their places; the first may begin in the middle of a chunk."""
+        """Yield each group's blocks with their places; the first may begin inside an offload block."""
         first_block = first_chunk = 0
         block_ids, chunk_ids = engine.block_ids.tolist(), host.block_ids.tolist()
         for group, (num_blocks, first_index) in enumerate(zip(engine.group_sizes, engine.block_indices, strict=True)):
@@ -151,18 +151,18 @@ class CopyingWorker(OffloadingWorker):
 
 
 class PlainCopies:
-    """The copy stream of a worker without a GPU: each copy has ended when it is asked for."""
+    """The copy stream of a worker without a GPU: copies are synchronous."""
 
     def __init__(self, worker: CopyingWorker) -> None:
         self._worker = worker
 
     def begin(self) -> None:
-        """Do nothing: what was computed before is done."""
+        """Do nothing, as earlier work is done."""
 
     def copy(self, tensor: int, rows: np.ndarray, blocks: np.ndarray) -> int:
-        """Copy rows of host memory into blocks of a KV tensor; return the number of bytes."""
+        """Copy rows of host memory into blocks of a KV tensor; return the bytes."""
         return self._worker.copy_in(tensor, rows, blocks)
 
     def record(self) -> PastEvent:
-        """Return this moment."""
+        """Return the present time."""
         return PastEvent()

@@ -1,4 +1,4 @@
-"""The copy stream of layer-wise loads on a CUDA device, over the kernel that vLLM's offloading copies with."""
+"""The copy stream of layer-wise loads on CUDA, with the copy kernel of vLLM's offloading."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ from ragcache_core.vllm_plugin.offload.layer_loads import CopyEvent
 
 
 class DeviceEvent:
-    """A point in a stream of the device."""
+    """An event in a stream of the device."""
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self._event = torch.Event(enable_timing=True)
         self._event.record(stream)
 
     def wait(self) -> None:
-        """Have the current stream wait for the copies before this point; this thread goes on."""
+        """Let the current stream wait for the copies before this event; does not block this thread."""
         current_platform.current_stream().wait_event(self._event)
 
     def is_done(self) -> bool:
-        """Return whether the copies before this point ended."""
+        """Return whether the copies before this event have ended."""
         return bool(self._event.query())
 
     def seconds_since(self, other: CopyEvent) -> float:
-        """Return the seconds between an earlier point and this one; both are done."""
+        """Return the seconds between an earlier event and this one, after both have passed."""
         assert isinstance(other, DeviceEvent)
         return float(other._event.elapsed_time(self._event)) * 1e-3
 
 
 class DeviceCopies:
-    """Copies blocks of one KV tensor after another, in one stream beside the one that computes.
+    """Copies blocks of one KV tensor after another, in a stream beside the computing one.
 
     Args:
         kv_caches: the engine's KV tensors, ``[num_blocks, page_bytes]``.
@@ -55,13 +55,13 @@ class DeviceCopies:
         self._last = self.record()
 
     def begin(self) -> None:
-        """Let the following copies wait for what the current stream does up to now."""
+        """Let the following copies wait for the present work of the current stream."""
         self._stream.wait_stream(current_platform.current_stream())
         if self._last.is_done():
             self._descriptors.clear()
 
     def copy(self, tensor: int, rows: np.ndarray, blocks: np.ndarray) -> int:
-        """Copy rows of host memory into blocks of a KV tensor; return the number of bytes."""
+        """Copy rows of host memory into blocks of a KV tensor; return the bytes."""
         pages = self._tensors[tensor]
         descriptors = np.empty((3, len(rows)), np.int64)
         descriptors[0] = self._pages[tensor] + rows * self._row_bytes
@@ -75,6 +75,6 @@ class DeviceCopies:
         return int(descriptors[2].sum())
 
     def record(self) -> DeviceEvent:
-        """Return the point behind all copies up to now."""
+        """Return an event after all copies so far."""
         self._last = DeviceEvent(self._stream)
         return self._last

@@ -1,4 +1,4 @@
-"""An index of the chunks in host memory, from which a restarted engine restores its host tier.
+"""An index of the blocks in host memory, from which a restarted engine restores its host tier.
 
 The launcher's process holds host memory, which outlives a killed engine; only the engine's knowledge of its contents is
 lost. The journal is an index of them, with the same table as the disk tier's; with a disk tier, there is no journal::
@@ -41,7 +41,7 @@ _WRITE_EVERY_S = 0.1
 
 
 class _Run(NamedTuple):
-    """Blocks that follow one another: their rows, keys, and generations of the rows.
+    """Consecutive blocks: their rows, keys, and generations of the rows.
 
     Attributes:
         known: rows among them that are entered already.
@@ -55,7 +55,7 @@ class _Run(NamedTuple):
     note: ChunkNote
 
     def note_of(self, index: int) -> ChunkNote:
-        """Return what is noted of a block."""
+        """Return a block's metadata."""
         parent = self.keys[index - 1] if index else self.note.parent
         return replace(self.note, parent=parent, position=self.note.position + index)
 
@@ -119,7 +119,7 @@ class HostIndex:
         return journal
 
     def _restore(self, rows: np.ndarray) -> None:
-        """Find what is as it was, and forget the rest."""
+        """Load the valid entries, and remove the rest."""
         digests = {slot: digest for slot, _, digest, _ in self._index.rows()}
         gone = []
         for chunk, key, entry in (row for batch in list(self._index.entries()) for row in batch):
@@ -132,7 +132,7 @@ class HostIndex:
         self._index.discard(gone)
 
     def record(self, rows: Sequence[int], keys: Sequence[Key], note: ChunkNote) -> None:
-        """Enter blocks that are complete, except those that are entered already.
+        """Add complete blocks that are not in the index.
 
         Args:
             rows: of the blocks, one after another.
@@ -146,7 +146,7 @@ class HostIndex:
         self._work.append(_Run(rows, keys, self._generation[np.array(rows)].tolist(), known, note))
 
     def remove(self, rows: Sequence[int]) -> None:
-        """Take the blocks in these rows out, each row once: the rows will be written again."""
+        """Remove the blocks in these rows (each row once), which will be overwritten."""
         if not rows:
             return
         self._generation[np.array(rows)] += 1
@@ -156,13 +156,13 @@ class HostIndex:
             self._work.append([*entered])
 
     def scrub(self) -> None:
-        """Leave nothing in the file of what was taken out before."""
+        """Overwrite removed entries in the file."""
         if not self._is_broken:
             self._num_scrubs += 1
 
     @property
     def num_scrubs(self) -> int:
-        """How many of them are still to be done; none where the journal is gone."""
+        """Number of open scrubs; 0 if the journal is gone."""
         return 0 if self._is_broken else self._num_scrubs
 
     def close(self) -> None:
@@ -179,7 +179,7 @@ class HostIndex:
             num_scrubs = self._num_scrubs
             work = [self._work.popleft() for _ in range(len(self._work))]
             try:
-                # A chunk's valid record is its last one: what was taken out before it may go first.
+                # The last valid seal of a chunk counts, so earlier removals may be written first.
                 if taken_out := [row for rows in work if isinstance(rows, list) for row in rows]:
                     self._index.delete(taken_out)
                 self._record(run for run in work if isinstance(run, _Run))

@@ -1,4 +1,4 @@
-"""vLLM's statistics of a primary tier: how much of host memory transfers use, and how much was stored at a time."""
+"""vLLM's statistics of a primary tier: the share of host memory used by transfers, and stored sizes."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from ragcache_core.vllm_plugin.compat import CPUOffloadingMetrics, OffloadingCon
 
 
 class HostStats:
-    """Collects what vLLM's metrics of the host tier show, under the names that vLLM gives them."""
+    """Collects the values of vLLM's metrics of the host tier, under vLLM's names."""
 
     def __init__(self, num_rows: int) -> None:
         self._num_rows = num_rows
         self._allocations: list[int] = []
 
     def on_allocated(self, count: int) -> None:
-        """Record that rows were given out for a store."""
+        """Record that rows were allocated for a store."""
         if count:
             self._allocations.append(count)
 

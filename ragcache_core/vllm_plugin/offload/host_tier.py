@@ -58,7 +58,7 @@ _WRITING: Final = -1
 
 
 def is_adapted(req_context: ReqContext) -> bool:
-    """Return whether an adapter computes a request's KV, which therefore must not outlive the engine.
+    """Return whether a request uses an adapter, so that its KV must not outlive the engine.
 
     A key names the adapter but not its weights, and another start may have others under the same name.
     """
@@ -83,17 +83,17 @@ class HostBlock:
 
 
 class HostTier:
-    """Blocks of KV in host memory by key.
+    """Blocks of KV in host memory, by key.
 
-    A forgotten block that is being copied is found no more, and goes when nothing holds it. Its row is overwritten:
-    host memory outlives the engine.
+    A deleted block that is being copied is hidden, and dropped when it is released. Its row is overwritten, as host
+    memory outlives the engine.
 
     Args:
         num_rows: rows of host memory.
-        controller: keeps the tree.
-        region: host memory; None where nothing is copied, as in tests.
-        is_selective: store only what ranks above what would be evicted for it.
-        has_events: collect KV events.
+        controller: has the tree.
+        region: host memory; ``None`` without copies, as in tests.
+        is_selective: whether to store only blocks that rank above those evicted for them.
+        has_events: whether to collect KV events.
     """
 
     def __init__(
@@ -131,15 +131,15 @@ class HostTier:
     # What the manager of tiers asks
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
-        """Return that blocks are stored as they are computed."""
+        """Return that blocks are stored as soon as they are computed."""
         return RequestOffloadingContext()
 
     def on_request_finished(self, req_context: ReqContext) -> None:
-        """Drop what a request was promised."""
+        """Drop a request's promises."""
         self.drop_promises(req_context.req_id)
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
-        """Return whether a block is here, and promise it to the request that is looked up."""
+        """Return whether a block is here, and promise it to the looked-up request."""
         block = self._blocks.get(key)
         if block is None or key in self.controller.leaving:
             return LookupResult.MISS
@@ -152,10 +152,10 @@ class HostTier:
         return CacheHitSource.HOST
 
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
-        """Do nothing: the tree counts accesses once a request."""
+        """Do nothing, as the tree counts accesses per request."""
 
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> CPULoadStoreSpec:
-        """Hold blocks that are about to be read, and return their rows."""
+        """Hold blocks for reading, and return their rows."""
         blocks = [self._blocks[key] for key in keys]
         idle = [key for key, block in zip(keys, blocks, strict=True) if block.ref_cnt == 0]
         self._hold(idle)
@@ -166,7 +166,7 @@ class HostTier:
         return CPULoadStoreSpec([block.row for block in blocks])
 
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
-        """Release blocks that were read."""
+        """Release blocks after reading."""
         released: list[OffloadKey] = []
         for key in keys:
             block = self._blocks[key]
@@ -178,7 +178,7 @@ class HostTier:
         self._release(released)
 
     def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
-        """Return rows for what is new of a request's blocks; None where too little can be evicted.
+        """Return rows for a request's new blocks; ``None`` if too few can be evicted.
 
         What ranks below all that would have to go is not stored.
         """
@@ -189,7 +189,7 @@ class HostTier:
     def complete_store(
         self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True, num_readers: int = 0
     ) -> None:
-        """Let blocks be found that are written; drop them where that failed.
+        """Make written blocks available; drop them after a failure.
 
         Args:
             keys: the blocks.
@@ -217,7 +217,7 @@ class HostTier:
     complete_read, complete_write = complete_load, complete_store
 
     def prepare_write(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
-        """Return rows for what comes from a tier below, as far as there is room and a quota allows; None for none.
+        """Return rows for blocks from a lower tier, within space and quota; ``None`` for none.
 
         What finds no room is left out from the end.
         """
@@ -244,7 +244,7 @@ class HostTier:
         return self._stats.take(self._num_read, self._num_written)
 
     def reset_cache(self) -> None:
-        """Drop everything; what is stored after it does not outlive the engine: its weights may have changed."""
+        """Drop everything; blocks stored later do not outlive the engine, as its weights may have changed."""
         self._are_kept_forgotten |= bool(self.controller.leaving)
         self._emit([key for key, block in self._blocks.items() if block.ref_cnt != _WRITING], removed=True)
         self._take_out(list(self._blocks))
@@ -269,16 +269,16 @@ class HostTier:
     # For the connector
 
     def rows_of(self, keys: Iterable[OffloadKey]) -> list[int]:
-        """Return the rows of blocks that are here."""
+        """Return the rows of stored blocks."""
         return [self._blocks[key].row for key in keys]
 
     def row_of(self, key: OffloadKey) -> int | None:
-        """Return the row of a block that is here."""
+        """Return the row of a stored block."""
         block = self._blocks.get(key)
         return None if block is None else block.row
 
     def begin_lookup(self, request_id: str, num_local_tokens: int) -> None:
-        """Promise what is looked up from now on to a request, instead of what it was promised before.
+        """Promise the following look-ups to a request, instead of its earlier promises.
 
         ``num_local_tokens`` are those before it, which the GPU holds.
         """
@@ -286,23 +286,23 @@ class HostTier:
         self.promises.begin(request_id, num_local_tokens)
 
     def end_lookup(self) -> None:
-        """End the look-up: what is found from now on is not promised."""
+        """End the look-up: later hits are not promised."""
         self._hold_promised()
         self.promises.end()
 
     def drop_promises(self, request_id: str) -> None:
-        """Drop what a request was promised: it has been loaded, or is not wanted any more."""
+        """Drop a request's promises, as it was loaded or ended."""
         self._unhold(self.promises.drop(request_id))
 
     def adopt(self, rows: Mapping[OffloadKey, int]) -> None:
-        """Take up blocks that an engine before left in their rows; the tier is empty and the tree knows them."""
+        """Add blocks of an earlier engine in their rows; the tier is empty, and the tree has them."""
         assert not self._blocks
         self.rows.take(rows.values())
         self._insert([*rows], [*rows.values()], 0, is_fleeting=False)
         self._release([*rows])
 
     def note_names(self) -> None:
-        """Have the journal note the documents of blocks that were named after they had come here."""
+        """Store the documents of blocks that were named after being stored in the journal."""
         tree, journal = self._tree, self.journal
         if journal is None or not tree.rekeyed:
             return
@@ -316,7 +316,7 @@ class HostTier:
     # A holder of what may be forgotten
 
     def forget(self, forgotten: Forgotten) -> Freed:
-        """Drop blocks, or let no look-up find those that are being copied."""
+        """Drop blocks, or hide those that are being copied from look-ups."""
         keys = [key for unit in forgotten.units for key in self._keys_of(unit)]
         if forgotten.is_all:
             keys = list(self._blocks)
@@ -328,7 +328,7 @@ class HostTier:
         return Freed({Tier.HOST: len(keys)}, {Tier.HOST: num_bytes})
 
     def num_pending(self) -> int:
-        """Drop what is copied no more, and return how many blocks of what was forgotten are still here."""
+        """Drop deleted blocks whose copies have ended, and return how many are still here."""
         leaving = self.controller.leaving
         has_dropped = bool(leaving) and self._drop_leaving() > 0
         num_kept = self.rows.num_kept if self._are_kept_forgotten else 0
@@ -338,12 +338,12 @@ class HostTier:
         return len(leaving) + num_kept + (0 if self.journal is None else self.journal.num_scrubs)
 
     def deletion_problem(self) -> None:
-        """Return None: copies end."""
+        """Return ``None``, as copies end."""
 
     # Inside
 
     def _admit(self, keys: Collection[OffloadKey]) -> tuple[Collection[OffloadKey], list[EvictedUnit]]:
-        """Return which of the ``keys`` offered are here or worth their rows, and what the tree evicted for them.
+        """Return which of the offered ``keys`` are here or worth storing, and the blocks evicted for them.
 
         Of other groups that is what a hit may need.
         """
@@ -365,7 +365,7 @@ class HostTier:
         return keys, admission.evicted
 
     def _within_quotas(self, keys: Collection[OffloadKey]) -> Collection[OffloadKey]:
-        """Return which of the ``keys`` of a request may be stored, evicting others of the same owners for them."""
+        """Return which of a request's ``keys`` may be stored, evicting others of the same owners."""
         if not self._tree.tiers[Tier.HOST].shares.quotas:
             return keys
         new = [key for key in keys if key not in self._blocks and self.groups.is_main(key)]
@@ -379,7 +379,7 @@ class HostTier:
     def _store(
         self, keys: Collection[OffloadKey], req_context: ReqContext, chosen: list[EvictedUnit]
     ) -> PrepareStoreOutput | None:
-        """Return rows for what is new; ``chosen`` units have left the tree for it already."""
+        """Return rows for new blocks; the ``chosen`` ones have already left the tree."""
         new = self._not_here(keys)
         evicted = self._evict(len(new) - self.rows.num_free, keys, chosen)
         if evicted is None:
@@ -391,7 +391,7 @@ class HostTier:
         return PrepareStoreOutput(keys_to_store=new, store_spec=CPULoadStoreSpec(rows), evicted_keys=evicted)
 
     def _evict(self, num: int, protected: Collection[OffloadKey], chosen: list[EvictedUnit]) -> list[OffloadKey] | None:
-        """Free ``num`` rows, and those of ``chosen`` units; return what went, None where too little can."""
+        """Free ``num`` rows and those of ``chosen`` blocks; return the evicted ones, ``None`` if there are too few."""
         if num <= 0 and not chosen:
             return []
         others = self._others
@@ -424,7 +424,7 @@ class HostTier:
         return evicted
 
     def _insert(self, keys: Sequence[OffloadKey], rows: Sequence[int], ref_cnt: int, *, is_fleeting: bool) -> None:
-        """Put blocks into rows, held until :meth:`_release`."""
+        """Assign blocks to rows, held until :meth:`_release`."""
         blocks = [HostBlock(row, ref_cnt, is_fleeting) for row in rows]
         self._blocks.update(zip(keys, blocks, strict=True))
         for node, units in self._arrive(keys).items():
@@ -439,7 +439,7 @@ class HostTier:
         return [*keys] if blocks.keys().isdisjoint(keys) else [key for key in keys if key not in blocks]
 
     def _arrive(self, keys: Sequence[OffloadKey]) -> Mapping[TreeNode, int]:
-        """Return the units of new blocks of full attention, by node, and note which the tree does not know."""
+        """Return the tree blocks of new full-attention blocks by node, and record unknown ones."""
         main = self._main_of(keys)
         self.num_other_blocks += len(keys) - len(main)  # such a block is the tier's once nothing uses it
         units = self._tree.units_of(units_of(main))
@@ -448,11 +448,11 @@ class HostTier:
         return units
 
     def _main_of(self, keys: Sequence[OffloadKey]) -> Sequence[OffloadKey]:
-        """Return the blocks of full attention."""
+        """Return the full-attention blocks."""
         return [key for key in keys if self.groups.is_main(key)] if self._others.has_groups else keys
 
     def _hold(self, keys: Sequence[OffloadKey]) -> None:
-        """Keep blocks from being evicted."""
+        """Protect blocks from eviction."""
         main = self._main_of(keys)
         if len(main) < len(keys):
             for key in keys:
@@ -461,7 +461,7 @@ class HostTier:
             self._tree.acquire_units(node, units, Tier.HOST)
 
     def _release(self, keys: Sequence[OffloadKey]) -> None:
-        """Let blocks be evicted that no transfer uses any more, unless they are promised."""
+        """Make blocks evictable that no transfer uses, unless they are promised."""
         if self._others.has_groups or self.promises:
             if self.journal is not None:
                 self._record(keys)
@@ -474,7 +474,7 @@ class HostTier:
             self._tree.release_units(node, mask, Tier.HOST)
 
     def _unhold(self, keys: Iterable[OffloadKey]) -> None:
-        """Let blocks be evicted; those that a transfer uses stay held."""
+        """Make blocks evictable, except those that a transfer uses."""
         blocks = self._blocks
         idle = [key for key in keys if (block := blocks.get(key)) is not None and not block.ref_cnt]
         main = self._main_of(idle)
@@ -486,7 +486,7 @@ class HostTier:
             self._tree.release_units(node, units, Tier.HOST)
 
     def _record(self, keys: Sequence[OffloadKey], units: Sequence[Key] | None = None) -> None:
-        """Have the journal note what lies in the rows of blocks, as far as it may outlive the engine.
+        """Add blocks to the journal, if they may outlive the engine.
 
         ``units`` are those of the keys, if they are known.
         """
@@ -509,19 +509,19 @@ class HostTier:
             journal.record(rows[at : at + length], units[at : at + length], self.groups.note_at(tree, first))
 
     def _hold_promised(self) -> None:
-        """Hold what the look-up under way has promised so far: before anything is evicted, and at its end."""
+        """Hold the promises of the present look-up: before an eviction, and at its end."""
         if self._to_hold:
             promised, self._to_hold = self._to_hold, []
             self._hold(promised)
 
     def _drop_idle(self, keys: Sequence[OffloadKey]) -> None:
-        """Drop blocks that no transfer uses, as if they were evicted."""
+        """Drop blocks that no transfer uses, as by eviction."""
         for key in keys:
             self._drop(key)
         self._emit(keys, removed=True)
 
     def _drop(self, key: OffloadKey) -> None:
-        """Take a block out of the tier and of the tree, and free its row."""
+        """Remove a block from tier and tree, and free its row."""
         rows = self._take_out([key])
         self._unknown.pop(key, None)
         if self.groups.is_main(key):
@@ -532,7 +532,7 @@ class HostTier:
         self.rows.free(rows)
 
     def _take_out(self, keys: Sequence[OffloadKey]) -> list[int]:
-        """Take blocks out of the tier, and return their rows."""
+        """Remove blocks from the tier, and return their rows."""
         pop = self._blocks.pop
         rows = [pop(key).row for key in keys]
         self.promises.settle(keys)
@@ -546,7 +546,7 @@ class HostTier:
         return rows
 
     def _drop_leaving(self) -> int:
-        """Drop what is forgotten and used by no transfer; return how many blocks."""
+        """Drop deleted blocks that no transfer uses; return their number."""
         leaving, gone = self.controller.leaving, []
         for key in map(OffloadKey, list(leaving)):
             block = self._blocks.get(key)
@@ -565,13 +565,13 @@ class HostTier:
             self.journal.scrub()
 
     def _spare(self, kept: Collection[OffloadKey], count: int) -> list[OffloadKey]:
-        """Return up to ``count`` blocks that no tree is asked for, without those ``kept``: unknown, or of no use."""
+        """Return up to ``count`` blocks without a use for hits, except ``kept`` ones."""
         blocks, promises = self._blocks, self.promises
         unknown = (key for key in self._unknown if not blocks[key].ref_cnt and key not in promises)
         return list(islice((key for key in chain(unknown, self._others.useless()) if key not in kept), count))
 
     def _is_needed(self, key: OffloadKey) -> bool:
-        """Return whether a hit may need a block, as far as is known of its group."""
+        """Return whether a hit may need a block, as far as its group is known."""
         if self.groups.is_main(key) or self._locate(key) is None:
             return True
         group = group_of(key)
@@ -581,7 +581,7 @@ class HostTier:
         return OffloadKey(offload_key(unit, group)) in self._blocks
 
     def _keys_of(self, unit: Key) -> list[OffloadKey]:
-        """Return the blocks that are here of a unit, one for each group."""
+        """Return a tree block's stored blocks, one per group."""
         keys = [OffloadKey(offload_key(unit, group)) for group in (self.groups.main, *self.groups.others)]
         return [key for key in keys if key in self._blocks]
 

@@ -1,4 +1,4 @@
-"""Layer-wise loads on the scheduler's side: which requests load this way."""
+"""Layer-wise loads on the scheduler's side: choose the requests that load this way."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def can_load_by_layer(
 
 
 class LayerLoads:
-    """Chooses between a layer-wise and an asynchronous load for each request.
+    """Chooses a layer-wise or an asynchronous load for each request.
 
     An asynchronous load lets the engine compute other requests meanwhile, and costs its own request the load and the
     rest of the running step. A layer-wise load begins with the request's first step, and all requests of this step
@@ -73,7 +73,7 @@ class LayerLoads:
         self._bytes_per_s = 0.0
 
     def choose(self, request: Request, num_local_tokens: int, num_tokens: int) -> int:
-        """Return how many of the tokens found in host memory a request loads layer by layer; 0 for none.
+        """Return how many of the tokens hit in host memory a request loads layer by layer; 0 for none.
 
         At least one token of the prompt is left to compute. A layer-wise load leaves the whole last block to this
         step: its KV must not be loaded over what the step computes.
@@ -102,7 +102,7 @@ class LayerLoads:
         return load_s <= self._controller.prefill_s(request_id, num_cached_tokens)
 
     def begin(self, request: Request, blocks: KVCacheBlocks, num_tokens: int) -> bool:
-        """Begin the load that was chosen for a request which has its blocks now; return whether there is one."""
+        """Begin the chosen load of a request with allocated blocks; return whether there is one."""
         self._admitted.add(request.request_id)
         first_token = self._first_token.pop(request.request_id, None)
         if first_token is None or not num_tokens:
@@ -111,16 +111,16 @@ class LayerLoads:
         return True
 
     def drop(self, request_id: str) -> None:
-        """Forget a request that ends."""
+        """Remove an ended request."""
         self._admitted.discard(request_id)
         self._first_token.pop(request_id, None)
 
     def on_loaded(self, num_bytes: int, seconds: float) -> None:
-        """Take in how long loads took, of both kinds."""
+        """Record the durations of loads of both kinds."""
         if seconds > 0:
             rate = num_bytes / seconds
             self._bytes_per_s += (rate - self._bytes_per_s) * (_RATE_WEIGHT if self._bytes_per_s else 1.0)
 
     def reset(self) -> None:
-        """Forget what was chosen: host memory is emptied."""
+        """Drop all choices, as host memory is emptied."""
         self._first_token.clear()

@@ -1,4 +1,4 @@
-"""Layer-wise loads on a worker: a step computes a layer as soon as this layer's KV has come from host memory.
+"""Layer-wise loads on a worker: a step computes each layer after its KV has been loaded.
 
 RAGCache §6 and Cache-Craft §3.5 overlap a load with the computation of earlier layers. vLLM's offloading loads all
 layers before a request is scheduled: the request waits for the load, then for the end of the running step.
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 class LayerLoad(NamedTuple):
-    """A request's blocks that a step loads layer by layer.
+    """The blocks of a request that a step loads layer by layer.
 
     Attributes:
         number: of the copy.
@@ -49,13 +49,13 @@ class LayerLoad(NamedTuple):
 
 @dataclass
 class LayerLoadMetadata(OffloadingConnectorMetadata):
-    """A step's copies, with those that run layer by layer."""
+    """A step's copies, including layer-wise ones."""
 
     layer_loads: list[LayerLoad] = field(default_factory=list)
 
 
 class FinishedLoad(NamedTuple):
-    """Loads of one step that ended.
+    """The ended loads of one step.
 
     Attributes:
         numbers: of the loads.
@@ -69,29 +69,29 @@ class FinishedLoad(NamedTuple):
 
 
 class CopyEvent(Protocol):
-    """A point in a copy stream."""
+    """An event in a copy stream."""
 
     def wait(self) -> None:
-        """Have what the worker computes from now on wait for the copies before this point."""
+        """Let the worker's following work wait for the copies before this event."""
 
     def is_done(self) -> bool:
-        """Return whether the copies before this point ended."""
+        """Return whether the copies before this event have ended."""
 
     def seconds_since(self, other: CopyEvent) -> float:
-        """Return the seconds between an earlier point and this one; both are done."""
+        """Return the seconds between an earlier event and this one, after both have passed."""
 
 
 class LayerCopies(Protocol):
-    """Copies blocks of one KV tensor after another, in a stream of its own."""
+    """Copies blocks of one KV tensor after another, in its own stream."""
 
     def begin(self) -> None:
-        """Let the following copies wait for what the worker computes up to now: it may write to their blocks."""
+        """Let the following copies wait for the worker's present work, which may write to their blocks."""
 
     def copy(self, tensor: int, rows: np.ndarray, blocks: np.ndarray) -> int:
-        """Copy rows of host memory into blocks of a KV tensor; return the number of bytes."""
+        """Copy rows of host memory into blocks of a KV tensor; return the bytes."""
 
     def record(self) -> CopyEvent:
-        """Return the point behind all copies up to now."""
+        """Return an event after all copies so far."""
 
 
 class LayerLoadWorker:
@@ -131,12 +131,12 @@ class LayerLoadWorker:
             self.end_step()
 
     def wait(self, layer_name: str) -> None:
-        """Have a layer of the step wait for its KV."""
+        """Let a layer of the step wait for its KV."""
         if self._events:
             self._events[self._tensor_of_layer.get(layer_name, -1)].wait()
 
     def end_step(self) -> None:
-        """Have all that follows wait for the step's loads: a layer may not have been computed."""
+        """Let all later work wait for the step's loads, as a layer may not have been computed."""
         if self._events:
             self._events[-1].wait()
             self._events = []
@@ -151,14 +151,14 @@ class LayerLoadWorker:
 
 
 def calls_each_layer(context: ForwardContext) -> bool:
-    """Return whether each attention layer of a step asks for its KV; a replayed graph of the whole step does not."""
+    """Return whether each attention layer of a step waits for its KV; a replayed CUDA graph of a step does not."""
     return context.attn_metadata is not None and context.cudagraph_runtime_mode != CUDAGraphMode.FULL
 
 
 def tensors_by_layer(
     vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, caches: CanonicalKVCaches
 ) -> dict[str, int]:
-    """Return which KV tensor each layer of the only KV cache group reads.
+    """Return the KV tensor that each layer of the only KV cache group reads.
 
     Empty if a layer reads its KV without asking for it first, as the index of sparse attention does, and if one tensor
     has all layers: every layer waits for all then.
@@ -174,7 +174,7 @@ def tensors_by_layer(
 
 
 class PastEvent:
-    """A point that all copies before it had passed when it was recorded."""
+    """An event whose copies had ended when it was recorded."""
 
     def __init__(self) -> None:
         self._at_s = time.perf_counter()
@@ -187,6 +187,6 @@ class PastEvent:
         return True
 
     def seconds_since(self, other: CopyEvent) -> float:
-        """Return the seconds between an earlier point and this one."""
+        """Return the seconds between an earlier event and this one."""
         assert isinstance(other, PastEvent)
         return self._at_s - other._at_s

@@ -1,4 +1,4 @@
-"""How many tokens of a request the tiers have: the longest prefix that every KV cache group of the model can load."""
+"""Look-up of a request's tokens in the tiers: the longest prefix that all KV cache groups can load."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Lookups:
         """A state is stored at multiples of as many tokens only."""
 
     def find(self, copied: CopiedRequest) -> int | None:
-        """Return how many tokens behind those on the GPU can be loaded; None: ask again in the next step."""
+        """Return how many tokens after those on the GPU can be loaded; ``None``: look up again in the next step."""
         first, most = copied.num_local_tokens, self._most(copied)
         num_found, is_deferred = 0, False
         checked_drafts: set[int] = set()
@@ -87,7 +87,7 @@ class Lookups:
         return None if is_deferred else num_found
 
     def blocks_of_hit(self, copied: CopiedRequest, num_tokens: int) -> list[OffloadKey]:
-        """Return the keys that a hit of ``num_tokens`` behind those on the GPU loads."""
+        """Return the keys that a hit of ``num_tokens`` after those on the GPU loads."""
         keys: list[OffloadKey] = []
         end = copied.num_local_tokens + num_tokens
         for number, group in enumerate(self._groups):
@@ -105,7 +105,7 @@ class Lookups:
         return most
 
     def _blocks_found(self, copied: CopiedRequest, number: int, most: int, *, is_draft: bool) -> int | None:
-        """Return after how many blocks behind those on the GPU a hit may end in a group; None: not known yet.
+        """Return the block counts after which a hit may end in a group; ``None`` if unknown yet.
 
         Of a draft one block more is looked up, as its last one does not count.
         """
@@ -132,7 +132,7 @@ class Lookups:
                 if on_hit is not None:
                     on_hit(copied, number, index, key)
                 num_found += 1
-            else:  # goes on, for lower tiers to be asked for all of it
+            else:  # continue, so that lower tiers are queried for all blocks
                 is_deferred = True
                 num_found += result is LookupResult.HIT_PENDING
         return None if is_deferred else num_found
@@ -140,7 +140,7 @@ class Lookups:
     def _last_run(
         self, keys: Sequence[OffloadKey], num_needed: int, num_at_end: int, context: ReqContext
     ) -> int | None:
-        """Return the end of the last run of ``num_needed`` blocks; of ``num_at_end`` where it ends with the last."""
+        """Return the end of the last run of ``num_needed`` blocks (``num_at_end`` at the end)."""
         is_deferred = is_pending = False
         num_in_run, needed = 0, num_at_end
         for i in range(len(keys) - 1, -1, -1):

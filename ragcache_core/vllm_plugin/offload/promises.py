@@ -1,4 +1,4 @@
-"""What waiting requests were promised when they were looked up, and how much of it has not arrived yet."""
+"""Promises: the hits of queued requests, and which of them have not arrived yet."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ KeyT = TypeVar("KeyT", bound=Hashable)
 
 @dataclass(slots=True, eq=False)
 class _Lookup(Generic[KeyT]):
-    """A request's last look-up. ``num_local_tokens`` come before it: the GPU holds them."""
+    """A request's last look-up, after ``num_local_tokens`` that the GPU has."""
 
     num_local_tokens: int
     promised: set[KeyT] = field(default_factory=set)
@@ -20,7 +20,7 @@ class _Lookup(Generic[KeyT]):
 
 
 class Promises(Generic[KeyT]):
-    """Counts which chunks are kept for requests that were looked up and are not loaded yet.
+    """Counts the blocks that are kept for looked-up requests until they are loaded.
 
     Without it a request that is longer than the host tier would promote its chunks from disk at the cost of one
     another, read everything and reuse nothing.
@@ -40,11 +40,11 @@ class Promises(Generic[KeyT]):
 
     @property
     def is_looking_up(self) -> bool:
-        """Whether a look-up is under way: what is found in it is promised."""
+        """Whether a look-up is open, whose hits are promised."""
         return self._current is not None
 
     def begin(self, request_id: str, num_local_tokens: int) -> None:
-        """Promise what is added from now on to a request; what it was promised before has to be dropped first."""
+        """Promise the following hits to a request, whose earlier promises are dropped."""
         self._current = self._lookups[request_id] = _Lookup(num_local_tokens)
 
     def end(self) -> None:
@@ -52,7 +52,7 @@ class Promises(Generic[KeyT]):
         self._current = None
 
     def add(self, key: KeyT, *, is_ready: bool) -> bool:
-        """Promise a chunk in the look-up under way; return whether it was not promised to that request before."""
+        """Promise a block in the present look-up; return whether it is new to that request."""
         lookup = self._current
         assert lookup is not None
         if key in lookup.promised:
@@ -65,23 +65,23 @@ class Promises(Generic[KeyT]):
         return True
 
     def settle(self, keys: Iterable[KeyT]) -> None:
-        """Record that chunks have arrived, or will not."""
+        """Record that blocks have arrived, or will not."""
         if self._awaited:
             for key in keys:
                 for lookup in self._awaited.pop(key, ()):
                     lookup.num_awaited -= 1
 
     def is_looked_up(self, request_id: str) -> bool:
-        """Return whether a request was looked up and is promised what was found."""
+        """Return whether a request was looked up and has promises."""
         return request_id in self._lookups
 
     def is_awaited(self, request_id: str, num_local_tokens: int) -> bool:
-        """Return whether another look-up would say the same: not all that was promised has arrived yet."""
+        """Return whether some promised blocks have not arrived, so that a new look-up would not differ."""
         lookup = self._lookups.get(request_id)
         return lookup is not None and lookup.num_awaited > 0 and lookup.num_local_tokens == num_local_tokens
 
     def drop(self, request_id: str) -> list[KeyT]:
-        """Drop what a request was promised; return the chunks that are promised to no request any more."""
+        """Drop a request's promises; return the blocks that are promised to no request now."""
         if (lookup := self._lookups.pop(request_id, None)) is None:
             return []
         dropped: list[KeyT] = []

@@ -1,4 +1,4 @@
-"""Host and the tiers below it, below the GPU: vLLM's offloading, with the knowledge tree's policy and our tiers."""
+"""Host tier and lower tiers: vLLM's offloading with the knowledge tree's policy and RAGCache's tiers."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ logger = logger_of(__name__)
 
 
 def why_no_host(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, worker_bytes: int | None = None) -> str | None:
-    """Return why a host tier of default size is impossible, with a hint; None where it is possible.
+    """Return why a host tier of default size is impossible, with a hint; ``None`` if it is possible.
 
     ``worker_bytes`` is what each worker has of a block there, where it is not what this one's blocks take.
     """
@@ -73,7 +73,7 @@ def why_no_host(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, worker_
 
 
 def _num_chunks(spec: TieringOffloadingSpec, kv_cache_config: KVCacheConfig) -> int:
-    """Return how many offload blocks host memory holds; by default as many as the GPU KV cache, if they fit."""
+    """Return the number of offload blocks in host memory; by default as many as the GPU KV cache, if they fit."""
     num_chunks: int = spec.num_chunks
     if (most_bytes := spec.extra_config.get("most_host_bytes")) is not None:
         in_engine = kv_cache_config.num_blocks // spec.blocks_per_chunk
@@ -86,12 +86,12 @@ def _with_rows(config: OffloadingConfig, worker_bytes: int | None) -> Offloading
 
 
 def _is_own(config: Mapping[str, Any]) -> bool:
-    """Return whether a lower tier is one of RAGCache's, not of vLLM's."""
+    """Return whether a lower tier is RAGCache's, not vLLM's."""
     return str(config.get("module_path", "")).startswith("ragcache_core.")
 
 
 class VLLMHost(CPUOffloadingManager):
-    """vLLM's manager of host memory in its LRU order, for models that the tree cannot follow."""
+    """vLLM's host memory manager with LRU order, for models that the tree does not support."""
 
     def __init__(self, num_rows: int, region: SharedOffloadRegion, *, has_events: bool) -> None:
         super().__init__(num_rows, enable_events=has_events)
@@ -104,21 +104,21 @@ class VLLMHost(CPUOffloadingManager):
 
 
 class RAGCacheSpec(TieringOffloadingSpec):
-    """Builds the host tier, the tiers below it, and the copying worker of a platform without a GPU.
+    """Builds the host tier, the lower tiers, and the transfer worker without a GPU.
 
     On the scheduler's side it also makes the :class:`CacheController`, which all of them share.
     """
 
     @classmethod
     def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, Any]:
-        """Return the metrics of host memory and of lower tiers; those of vLLM's own tiers that are used as well."""
+        """Return the metrics of host memory and lower tiers, including vLLM's own ones in use."""
         of_vllm = [config for config in extra_config.get("secondary_tiers", []) if not _is_own(config)]
         metrics = super().build_metric_definitions({**extra_config, "secondary_tiers": of_vllm})
         return {name: metric for name, metric in metrics.items() if name not in unreported_metrics()}
 
     @classmethod
     def config_info_keys(cls, extra_config: dict[str, Any]) -> tuple[str, ...]:  # noqa: ARG003
-        """Return no labels for the info metric of vLLM 0.33: the settings are in RAGCache's own."""
+        """Return no labels for the info metric of vLLM 0.33, as RAGCache's own has the settings."""
         return ()
 
     def __init__(self, config: OffloadingConfig) -> None:
@@ -173,12 +173,12 @@ class RAGCacheSpec(TieringOffloadingSpec):
             )
 
     def _build(self) -> TierManager:
-        """Return the tiers, without disk and shared store where an engine that served before has lost them."""
+        """Return the tiers; a restarted engine continues without a disk or shared store that cannot be opened."""
         assert self.controller is not None
         holders = self.controller.forgetting.holders
         try:
             return self._build_tiers()
-        except (CacheTierError, ConfigError) as error:  # a key is gone; a disk that cannot be opened waits by itself
+        except (CacheTierError, ConfigError) as error:  # a missing key; a disk that cannot be opened is retried
             if STARTED_AGAIN_ENV not in os.environ:
                 raise
             disks = [tier for tier in self.secondary_tier_configs if "directory" in tier]
@@ -199,7 +199,7 @@ class RAGCacheSpec(TieringOffloadingSpec):
         return self._build_tiers()
 
     def _build_tiers(self) -> TierManager:
-        """Return host memory and what is below it; where one cannot be opened, those before it are closed."""
+        """Return host memory and lower tiers; if one cannot be opened, close the others."""
         region = SharedOffloadRegion(
             engine_id=self.config.engine_id,
             num_chunks=self.num_chunks,
@@ -220,7 +220,7 @@ class RAGCacheSpec(TieringOffloadingSpec):
         return manager
 
     def _build_tier(self, config: Mapping[str, Any], host_memory: memoryview) -> LowerTier:
-        """Open a lower tier: one of ours, or one of vLLM's by its name."""
+        """Open a lower tier, RAGCache's or one of vLLM's by name."""
         assert self.controller is not None
         if not _is_own(config):
             VLLMTier.check(config["type"], SecondaryTierFactory.get_tier_class(dict(config)))
@@ -240,7 +240,7 @@ class RAGCacheSpec(TieringOffloadingSpec):
         return HostTier(self.num_chunks, self.controller, region, is_selective=is_selective, has_events=has_events)
 
     def _restore_host(self, manager: TierManager, host: HostTier) -> None:
-        """Take up what an engine that was killed left in host memory, and keep book for the next one.
+        """Restore host memory from a killed engine, and keep the index for the next one.
 
         Not with a disk tier, which has it all.
         """
@@ -282,7 +282,7 @@ class RAGCacheSpec(TieringOffloadingSpec):
         return LayerLoadWorker(copies, len(kv_caches.tensors), tensors_by_layer(*self._engine, kv_caches))
 
     def create_worker(self, kv_caches: CanonicalKVCaches) -> CPUOffloadingWorker:
-        """Return vLLM's worker on a GPU, with :attr:`layer_loads` of the same memory beside it."""
+        """Return vLLM's worker on a GPU, with :attr:`layer_loads` on the same memory."""
         if not self.loads_by_layer:
             return super().create_worker(kv_caches)
         region = worker_region(self)

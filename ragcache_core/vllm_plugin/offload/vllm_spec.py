@@ -1,4 +1,4 @@
-"""vLLM's tiering offload as it is, on a machine without a GPU as well: a peer to measure RAGCache against."""
+"""vLLM's tiering offload unchanged, also without a GPU: a baseline for RAGCache."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ragcache_core.vllm_plugin.offload.cpu_worker import copying_worker
 
 
 class VLLMSpec(TieringOffloadingSpec):
-    """Builds vLLM's own tiers; where vLLM has no worker to copy blocks, ours does."""
+    """Builds vLLM's own tiers, with RAGCache's transfer worker where vLLM has none."""
 
     def __init__(self, config: OffloadingConfig) -> None:
         super().__init__(config)

@@ -1,4 +1,4 @@
-"""What workers say of the memory in which they keep blocks of KV, and what cannot be done with it.
+"""The workers' reports of their KV memory, and their limits.
 
 A block in host memory is a row of a shared region, in which each worker has a part of the same size; the scheduler
 knows the first worker's::
@@ -20,14 +20,14 @@ Rank = tuple[int, int]
 
 @dataclass(slots=True)
 class WorkerMemory(KVConnectorHandshakeMetadata):
-    """What a worker says at the start: what a block takes of its KV memory, and which region it has mapped."""
+    """A worker's handshake: the bytes of a block in its KV memory, and its mapped region."""
 
     block_bytes: int
     region: tuple[str, int, int] | None
 
 
 def why_uneven(block_bytes: Sequence[int]) -> str | None:
-    """Return why stages whose blocks take ``block_bytes`` cannot share rows, with a hint; None where they can."""
+    """Return why stages with ``block_bytes`` cannot share rows, with a hint; ``None`` if they can."""
     if not block_bytes or max(block_bytes) <= block_bytes[0]:
         return None
     return (
@@ -38,7 +38,7 @@ def why_uneven(block_bytes: Sequence[int]) -> str | None:
 
 
 def why_apart(workers: Mapping[Rank, WorkerMemory], region: tuple[str, int, int] | None) -> str | None:
-    """Return why what workers have in host memory cannot be read where ``region`` is; None where it can."""
+    """Return why workers' host memory cannot be read at ``region``; ``None`` if it can."""
     apart = [rank for rank, worker in workers.items() if worker.region != region]
     if not apart:
         return None

@@ -1,4 +1,4 @@
-"""The scheduler by the name that vLLM's settings have, imported when it is asked for."""
+"""The scheduler by its name in vLLM's settings, imported at first use."""
 
 from __future__ import annotations
 

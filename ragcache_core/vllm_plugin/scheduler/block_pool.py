@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 _EVICTED_AHEAD = 32
 """Maximum number of blocks that are evicted before they are needed."""
 _CACHED_PER_AHEAD = 128
-"""Cached blocks per block that is evicted ahead."""
+"""Cached blocks per block evicted in advance."""
 
 
 class TreeFreeBlockQueue(FreeKVCacheBlockQueue):
@@ -86,7 +86,7 @@ class TreeFreeBlockQueue(FreeKVCacheBlockQueue):
         return self.popleft_n(1)[0]
 
     def popleft_n(self, n: int) -> list[KVCacheBlock]:
-        """Allocate ``n`` blocks: spare ones, then those that the tree evicts."""
+        """Allocate ``n`` blocks: spare ones, then blocks evicted by the tree."""
         assert self.num_free_blocks >= n
         self.place_returned()
         blocks = [self._spare.popitem(last=False)[1] for _ in range(min(n, len(self._spare)))]
@@ -98,39 +98,39 @@ class TreeFreeBlockQueue(FreeKVCacheBlockQueue):
         return blocks
 
     def append(self, block: KVCacheBlock) -> None:
-        """Take back a block that no request uses any more."""
+        """Free a block that no request uses."""
         self.append_n([block])
 
     def append_n(self, blocks: list[KVCacheBlock]) -> None:
-        """Take back blocks that no request uses any more."""
+        """Free blocks that no request uses."""
         self.num_free_blocks += len(blocks)
         self._returned += blocks
 
     def prepend_n(self, blocks: list[KVCacheBlock]) -> None:
-        """Take back blocks without content; they are allocated next."""
+        """Free blocks without content, which are allocated next."""
         self.num_free_blocks += len(blocks)
         for block in reversed(blocks):
             self._spare[block.block_id] = block
             self._spare.move_to_end(block.block_id, last=False)
 
     def remove(self, block: KVCacheBlock) -> None:
-        """Take a free block out, whose KV a request uses."""
+        """Take a free block whose KV a request uses."""
         self.take_hits([block])
 
     def get_all_free_blocks(self) -> list[KVCacheBlock]:
-        """Return the free blocks; the order of the cached ones says nothing."""
+        """Return the free blocks; the order of cached ones has no meaning."""
         self.place_returned()
         return [*self._spare.values(), *self._other_cached.values(), *self._cached()]
 
     def iter_blocks_after(self, cursor: KVCacheBlock | None) -> Iterator[KVCacheBlock]:
-        """Yield the free blocks that :meth:`get_all_free_blocks` has after ``cursor``."""
+        """Yield the free blocks after ``cursor`` in the order of :meth:`get_all_free_blocks`."""
         blocks = self.get_all_free_blocks()
         yield from blocks if cursor is None else blocks[blocks.index(cursor) + 1 :]
 
     # As the pool calls it
 
     def place_returned(self) -> None:
-        """Put returned blocks among the cached or the spare ones, and let the tree choose among the cached."""
+        """Sort freed blocks into cached and spare ones; the tree orders the cached ones."""
         if self._returned:
             returned, self._returned = self._returned, []
             resident = self._tier.resident
@@ -144,7 +144,7 @@ class TreeFreeBlockQueue(FreeKVCacheBlockQueue):
             self._keep_quotas()
 
     def take_hits(self, blocks: Sequence[KVCacheBlock]) -> None:
-        """Take free blocks out at once, whose KV a request uses."""
+        """Take several free blocks whose KV a request uses."""
         self.place_returned()
         places: Iterable[Location | None] = self._units_of(blocks)
         if None in places:
@@ -154,7 +154,7 @@ class TreeFreeBlockQueue(FreeKVCacheBlockQueue):
         self.num_free_blocks -= len(blocks)
 
     def cache(self, blocks: Sequence[KVCacheBlock], places: Sequence[Location]) -> None:
-        """Hold units whose content is in ``blocks``, one each, which a request uses."""
+        """Add tree blocks whose content is in ``blocks``, one each, which a request uses."""
         self.place_returned()
         slots: list[KVCacheBlock | None] = []
         node, units = None, self._units
@@ -172,7 +172,7 @@ class TreeFreeBlockQueue(FreeKVCacheBlockQueue):
             self._tree.add(node, mask, Tier.GPU)
 
     def spare_others(self, block_hashes: Iterable[BlockHashWithGroupId]) -> None:
-        """Make free blocks of other groups spare: a request computed their content again, and uses its own."""
+        """Make free blocks of other groups spare, as a request recomputed their content in its own blocks."""
         self.place_returned()
         for block_hash in block_hashes:
             if (block_id := self._other_ids.pop(block_hash, None)) is not None:
@@ -180,7 +180,7 @@ class TreeFreeBlockQueue(FreeKVCacheBlockQueue):
                 self._spare[block_id] = self._other_cached.pop(block_id)
 
     def on_content_lost(self, block: KVCacheBlock, block_hash: BlockHashWithGroupId) -> None:
-        """Follow vLLM, which took ``block_hash`` off a block; a copy stands in where there is one."""
+        """Handle vLLM's removal of ``block_hash`` from a block; a copy replaces it, if there is one."""
         block_id = block.block_id
         self._copies.discard(block_id)
         place, self._units[block_id] = self._units[block_id], None
@@ -211,26 +211,26 @@ class TreeFreeBlockQueue(FreeKVCacheBlockQueue):
     # Inside
 
     def _cached(self) -> Iterator[KVCacheBlock]:
-        """Yield the free blocks of full attention whose content can be found."""
+        """Yield the free full-attention blocks with cached content."""
         units = self._units
         return (block for block in self._pool.blocks if block.ref_cnt == 0 and units[block.block_id] is not None)
 
     def _evict_ahead(self) -> None:
-        """Make some more blocks spare: requests that decode need them one by one, and a batch costs hardly more."""
+        """Make some blocks spare in advance, as decoding requests need them one by one and a batch is cheaper."""
         num_cached = self.num_free_blocks - len(self._spare)
         num_blocks = 0 if self._others.has_groups else min(_EVICTED_AHEAD, num_cached // _CACHED_PER_AHEAD)
         if num_blocks:
             self._make_spare(self._tree.evict_up_to(Tier.GPU, num_blocks))
 
     def _keep_quotas(self) -> None:
-        """Make blocks spare that are more than their tenants may have."""
+        """Make blocks above their tenants' quotas spare."""
         shares = self._tier.shares
         for owner in shares.quotas:
             if num_units := shares.num_over_quota(owner):
                 self._make_spare(self._tree.evict_from_owner(Tier.GPU, owner, num_units))
 
     def _make_spare(self, evicted: Sequence[EvictedUnit]) -> None:
-        """Make the blocks of evicted units spare, and take their content off free copies as well."""
+        """Make blocks of evicted tree blocks spare, and clear free copies of them."""
         for unit in evicted if self._others else ():
             self._others.lose_unit(cast("Key", unit.key))
         blocks = {block.block_id: block for block in self._blocks_of(evicted)}
@@ -241,12 +241,12 @@ class TreeFreeBlockQueue(FreeKVCacheBlockQueue):
         self._pool.evict_blocks(gone)
 
     def _units_of(self, blocks: Sequence[KVCacheBlock]) -> list[Location | None]:
-        """Return the unit of each block; None for one that is no unit's."""
+        """Return the tree block of each block; ``None`` without one."""
         units = self._units
         return [units[block.block_id] for block in blocks]
 
     def _take_hit_units(self, blocks: Sequence[KVCacheBlock]) -> Iterator[Location]:
-        """Yield the units of free blocks that are taken out."""
+        """Yield the tree blocks of free blocks that are taken."""
         for block in blocks:
             if (place := self._units[block.block_id]) is not None:
                 yield place
@@ -258,7 +258,7 @@ class TreeFreeBlockQueue(FreeKVCacheBlockQueue):
                 self.cache([block], [place])
 
     def _add_copy(self, block: KVCacheBlock, place: Location) -> None:
-        """Take in a block in use whose content another block has: the unit's is one in use."""
+        """Add a block in use whose content another block has; the tree block refers to one in use."""
         slots = self._tier.slots_of(place.node)
         own = slots[place.unit]
         if own is block:
@@ -274,7 +274,7 @@ class TreeFreeBlockQueue(FreeKVCacheBlockQueue):
         self._units[block.block_id] = place
 
     def _replace(self, place: Location, block_hash: BlockHashWithGroupId) -> bool:
-        """Give a unit that lost its block one of its copies, rather one in use; return whether there is one."""
+        """Give a tree block without a block one of its copies, preferably one in use; return whether there is one."""
         copies = sorted(cached_copies(self._pool, block_hash), key=lambda copy: not copy.ref_cnt)
         if not copies:
             return False
@@ -288,7 +288,7 @@ class TreeFreeBlockQueue(FreeKVCacheBlockQueue):
         return True
 
     def _take_back(self, blocks: Sequence[KVCacheBlock]) -> Iterator[Location]:
-        """Put blocks among the free ones, and yield the units that no request uses any more."""
+        """Free blocks, and yield the tree blocks that no request uses now."""
         units, copies = self._units, self._copies
         for block in blocks:
             if (place := units[block.block_id]) is None:
@@ -299,7 +299,7 @@ class TreeFreeBlockQueue(FreeKVCacheBlockQueue):
                 yield place
 
     def _take_back_unknown(self, block: KVCacheBlock) -> Location | None:
-        """Put a block that is no unit's among the free ones; return its unit where it becomes one's."""
+        """Free a block without a tree block; return its tree block if it gets one."""
         block_hash, block_id = block.block_hash, block.block_id
         place = None if block_hash is None else self._tree.locate(get_block_hash(block_hash))
         if block_hash is None or place is None:
@@ -321,7 +321,7 @@ class TreeFreeBlockQueue(FreeKVCacheBlockQueue):
         return place
 
     def _is_used_elsewhere(self, block: KVCacheBlock, place: Location) -> bool:
-        """Return whether a request uses a copy of a free block; that is the unit's block then."""
+        """Return whether a request uses a copy of a free block, which then represents the tree block."""
         for copy in cached_copies(self._pool, block.block_hash):
             if copy.ref_cnt:
                 self._tier.slots_of(place.node)[place.unit] = copy
@@ -333,7 +333,7 @@ class TreeFreeBlockQueue(FreeKVCacheBlockQueue):
         return False
 
     def _take_back_other(self, block: KVCacheBlock, block_hash: BlockHashWithGroupId) -> None:
-        """Put a block of another group among the free ones; a copy of what is there is spare."""
+        """Free a block of another group; a copy of a cached one is spare."""
         copies = [copy for copy in cached_copies(self._pool, block_hash) if copy is not block]
         if any(copy.ref_cnt > 0 or copy.block_id in self._other_cached for copy in copies):
             self._spare[block.block_id] = block
@@ -348,14 +348,14 @@ class TreeFreeBlockQueue(FreeKVCacheBlockQueue):
         self._others.add(block.block_id, group, get_block_hash(block_hash), is_here)
 
     def _locate(self, block: KVCacheBlock) -> Location | None:
-        """Return a block's unit, if the block is one of full attention."""
+        """Return a block's tree block, for full-attention blocks."""
         block_hash = block.block_hash
         if block_hash is None or (self._others.has_groups and get_group_id(block_hash) != self._main):
             return None
         return self._tree.locate(get_block_hash(block_hash))
 
     def _take_other(self, block_id: int) -> KVCacheBlock:
-        """Take a block of another group out of the free ones."""
+        """Take a free block of another group."""
         block = self._other_cached.pop(block_id)
         assert block.block_hash is not None
         self._other_ids.pop(block.block_hash, None)
@@ -363,7 +363,7 @@ class TreeFreeBlockQueue(FreeKVCacheBlockQueue):
         return block
 
     def _blocks_of(self, evicted: Iterable[EvictedUnit]) -> list[KVCacheBlock]:
-        """Return the blocks of units that the tree has evicted, which are no unit's any more."""
+        """Return the blocks of evicted tree blocks."""
         blocks = [unit.slot for unit in evicted]
         units = self._units
         for block in blocks:
@@ -371,7 +371,7 @@ class TreeFreeBlockQueue(FreeKVCacheBlockQueue):
         return blocks
 
     def _evict(self, n: int) -> list[KVCacheBlock]:
-        """Take ``n`` cached blocks: what no hit will need, then what the tree evicts, then anything."""
+        """Take ``n`` cached blocks: those without use for hits, then those that the tree evicts, then any."""
         blocks = [self._take_other(block_id) for block_id in list(islice(self._others.useless(), n))]
         if len(blocks) < n:
             size_of = self._others.size_of if self._others else None
@@ -389,7 +389,7 @@ class TreeFreeBlockQueue(FreeKVCacheBlockQueue):
         return blocks
 
     def _pop_anything(self) -> KVCacheBlock:
-        """Evict a cached block although others depend on it: an allocation that fits must succeed."""
+        """Evict a cached block although others depend on it, as an allocation that fits must succeed."""
         if self._others:
             return self._take_other(next(iter(self._others)))
         if (evicted := self._tree.evict_anything(Tier.GPU)) is not None:
@@ -404,7 +404,7 @@ class TreeFreeBlockQueue(FreeKVCacheBlockQueue):
 
 
 class TreeBlockPool(BlockPool):
-    """vLLM's block pool with the tree's order of eviction, from :meth:`follow` on: before it, no request comes."""
+    """vLLM's block pool with the tree's order of eviction, after :meth:`follow`, before any request."""
 
     controller: CacheController
     free_block_queue: TreeFreeBlockQueue
@@ -420,7 +420,7 @@ class TreeBlockPool(BlockPool):
         return self.free_block_queue
 
     def num_other_blocks(self) -> int:
-        """Return how many blocks of windows and states are cached."""
+        """Return the number of cached blocks of sliding windows and states."""
         return len(self.cached_block_hash_to_block) - self.controller.tree.tiers[Tier.GPU].num_units
 
     def emit_cached_block_events(
@@ -429,7 +429,7 @@ class TreeBlockPool(BlockPool):
         state = self.controller.state_of(request.request_id)
         if state is not None and (first_private := state.first_private) is not None:
             num_exact = first_private * self.controller.tokens_per_block // block_size
-            num_cached_blocks = min(num_cached_blocks, num_exact)  # no event are_events_enabled of approximate blocks
+            num_cached_blocks = min(num_cached_blocks, num_exact)  # approximate blocks have no events
         super().emit_cached_block_events(request, num_cached_blocks, block_size, kv_cache_group_id)
 
     def cache_full_blocks(
@@ -445,13 +445,13 @@ class TreeBlockPool(BlockPool):
         state = self.controller.state_of(request.request_id)
         num_reports = num_full_blocks
         if state is not None and (first_private := state.first_private) is not None:
-            # Answers behind what chunk reuse provided, or what is forgotten: no look-up finds it, so it is no content.
+            # Answers after chunk reuse, or deleted blocks, are hidden from look-ups, so they have no content.
             size = self.controller.tokens_per_block
             num_findable = max(first_private, len(state.apart)) * size // block_size
             num_full_blocks = min(num_full_blocks, max(num_findable, num_cached_blocks))
             num_reports = min(num_full_blocks, max(first_private * size // block_size, num_cached_blocks))
         are_events_enabled, done = self.enable_kv_cache_events, num_cached_blocks
-        for end in sorted({num_reports, num_full_blocks}):  # no event are_events_enabled of approximate blocks
+        for end in sorted({num_reports, num_full_blocks}):  # approximate blocks have no events
             self.enable_kv_cache_events = are_events_enabled and end == num_reports
             mask = None if block_mask is None else block_mask[done - num_cached_blocks : end - num_cached_blocks]
             super().cache_full_blocks(request, blocks, done, end, block_size, kv_cache_group_id, mask)
@@ -471,7 +471,7 @@ class TreeBlockPool(BlockPool):
         num_cached_blocks: int,
         num_full_blocks: int,
     ) -> None:
-        """Hold the units of full attention whose content vLLM has just cached, and put new ones into the tree."""
+        """Hold full-attention blocks that vLLM has just cached, and add new ones to the tree."""
         tree, hashes, first = self.controller.tree, request.block_hashes, num_cached_blocks
         if state is not None and self.controller.defers_answer(state, num_cached_blocks):
             if tree.locate(hashes[num_cached_blocks]) is None:
@@ -498,7 +498,7 @@ class TreeBlockPool(BlockPool):
     # A holder of what may be forgotten
 
     def forget(self, forgotten: Forgotten) -> Freed:
-        """Let no look-up find blocks; those in use are free, and without content, when their requests end."""
+        """Hide blocks from look-ups; those in use become free, without content, when their requests end."""
         groups = self.controller.groups
         num_blocks = 0
         for unit in forgotten.units:
@@ -510,7 +510,7 @@ class TreeBlockPool(BlockPool):
         return Freed({Tier.GPU: num_blocks}, {Tier.GPU: num_bytes})
 
     def num_pending(self) -> int:
-        """Return 0: what requests keep is theirs alone."""
+        """Return 0, as blocks in use are hidden."""
         return 0
 
     def deletion_problem(self) -> None:

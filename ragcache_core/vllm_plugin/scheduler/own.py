@@ -1,4 +1,4 @@
-"""vLLM's own scheduler, where ours stays out, with what the server's process asks of ours."""
+"""vLLM's own scheduler, with the calls of RAGCache's that the server's process makes."""
 
 from __future__ import annotations
 
@@ -16,31 +16,31 @@ class _Reporting:
     get_kv_connector: Any
 
     def confirm(self, speculation: str, tenant: str | None = None) -> dict[str, object] | None:
-        """Return a report: every request is real here, and nothing is to be confirmed."""
+        """Return a report: every request is real, so there is nothing to confirm."""
         return self.report()
 
     def report(self) -> dict[str, object]:
-        """Return what the connector has counted."""
+        """Return the connector's counts."""
         report: dict[str, object] = ragcache_connector(self.get_kv_connector()).controller.report()
         return report
 
     def forget(self, doc_ids: list[str]) -> dict[str, object]:
-        """Return why nothing is forgotten: vLLM's own blocks are in no tree."""
+        """Return why nothing is deleted: vLLM's own blocks are in no tree."""
         return {"refused": _NO_CACHE}
 
     def left(self) -> dict[str, object]:
-        """Return that nothing is left."""
+        """Return that no deletion is open."""
         return {"num_requests": 0, "num_blocks": 0, "problems": []}
 
     def cached_paths(self, cursor: str, tenant: str | None = None) -> dict[str, object]:
-        """Return what is cached by the tree, which knows of no block here."""
+        """Return the tree's cached prefixes: none."""
         changes: dict[str, object] = (
             ragcache_connector(self.get_kv_connector()).controller.paths_of(tenant).changes(cursor)
         )
         return changes
 
     def act_on_cache(self, action: str, body: dict[str, Any]) -> dict[str, object]:
-        """Return a tree that knows of no block, or why nothing else can be done."""
+        """Return an empty tree, or the reason why the call is not supported."""
         if action == "tick":
             return self.report()
         controller = ragcache_connector(self.get_kv_connector()).controller
@@ -53,14 +53,14 @@ class _Reporting:
         return view
 
     def recent_requests(self, limit: int) -> dict[str, object]:
-        """Return the state of the latest requests, without the times of their first tokens."""
+        """Return the state of the latest requests, without times of first tokens."""
         controller = ragcache_connector(self.get_kv_connector()).controller
         recent: dict[str, object] = controller.recent_requests(limit, time.monotonic())
         return recent
 
 
 def own_scheduler(*args: Any, **kwargs: Any) -> Any:
-    """Return the scheduler that vLLM would have made without ``--scheduler-cls``."""
+    """Return vLLM's scheduler for settings without ``--scheduler-cls``."""
     attach_utilities()
     config = copy((kwargs["vllm_config"] if "vllm_config" in kwargs else args[0]).scheduler_config)
     config.scheduler_cls = None

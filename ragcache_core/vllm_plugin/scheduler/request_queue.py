@@ -1,4 +1,4 @@
-"""vLLM's queue of waiting requests: the real ones by what is cached of them, the speculative ones behind."""
+"""vLLM's queue of waiting requests: real ones by scheduling priority, then speculative ones."""
 
 from __future__ import annotations
 
@@ -34,22 +34,22 @@ class CacheAwareRequestQueue(RequestQueue):
 
     @property
     def num_real(self) -> int:
-        """Real requests that wait."""
+        """Number of waiting real requests."""
         self._sort_in()
         return len(self.real)
 
     @property
     def num_speculative(self) -> int:
-        """Speculative requests that wait."""
+        """Number of waiting speculative requests."""
         self._sort_in()
         return len(self._speculative)
 
     def allow_speculative(self, num_requests: int) -> None:
-        """Set how many speculative requests may be admitted from now on, in this step."""
+        """Set how many speculative requests may be admitted in the rest of this step."""
         self._num_allowed = num_requests
 
     def confirm(self, request: Request) -> bool:
-        """Move a request that is real from now on, and return whether it is queued here."""
+        """Move a confirmed request to the real ones, and return whether it is queued here."""
         self._sort_in()
         if request in self._speculative:
             self._speculative.remove(request)

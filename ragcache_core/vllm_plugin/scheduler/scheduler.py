@@ -1,4 +1,4 @@
-"""The scheduler: vLLM's own, with the knowledge tree's order of eviction, our queue, and idle time for speculation.
+"""The scheduler: vLLM's, with the knowledge tree's order of eviction, RAGCache's queue, and speculation.
 
 A speculative request is sent ahead, while a search goes on, and is real once it is confirmed. It must not delay a real
 one: it is admitted while no real request is queued or prefilled, in steps short enough for a real arrival to wait for,
@@ -9,8 +9,9 @@ it resumes, find them.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import AbstractContextManager
+from copy import deepcopy
 from itertools import islice
 from multiprocessing import parent_process
 from typing import TYPE_CHECKING, Any, cast
@@ -27,6 +28,7 @@ from ragcache_core.vllm_plugin.cache.operator_calls import run_slice
 from ragcache_core.vllm_plugin.compat import (
     AsyncScheduler,
     BlockPool,
+    PauseState,
     RequestStatus,
     Scheduler,
     attach_utilities,
@@ -46,10 +48,12 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
     from vllm.v1.engine import EngineCoreOutputs
     from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.metrics.stats import SchedulerStats
     from vllm.v1.outputs import ModelRunnerOutput
     from vllm.v1.request import Request
 
     from ragcache_core.vllm_plugin.cache.operator_calls import Steps
+    from ragcache_core.vllm_plugin.chunks.audits import AnswerAudits
 
 logger = logger_of(__name__)
 
@@ -60,7 +64,7 @@ _TOKENS_BESIDE_ANSWERS = 256
 
 
 class _TreeScheduling:
-    """What RAGCache adds to either of vLLM's schedulers."""
+    """RAGCache's additions to either of vLLM's schedulers."""
 
     # vLLM's, as far as they are used here
     connector: Any
@@ -71,6 +75,9 @@ class _TreeScheduling:
     running: list[Request]
     waiting: Any
     kv_holding_waiting: Any
+    add_request: Callable[[Request], None]
+    connector_prefix_cache_stats: Any
+    pause_state: Any
     deferred_waiting: set[Request]
     prev_step_scheduled_req_ids: set[str]
     block_size: int
@@ -100,6 +107,7 @@ class _TreeScheduling:
         collect_rarely()
         self._has_own_process = parent_process() is not None
         self._controller = controller
+        self._audits: AnswerAudits | None = self._own_connector.audits
         _, self._num_front_ends = front_end_of(vllm_config)
         self._queue: CacheAwareRequestQueue | None = None
         self._step_began_s = 0.0
@@ -125,6 +133,8 @@ class _TreeScheduling:
             self._drop_outdated_loads()
         if self._prefetching is not None or self._controller.hints.prefetches:
             self._advance_prefetches()
+        if self._audits is not None and self._is_audit_step(self._audits):
+            return self._schedule_audit(self._audits, *args, **kwargs)
         if self._queue is None:
             return super().schedule(*args, **kwargs)  # type: ignore[misc]
         self._queue.real.reconsider()
@@ -142,18 +152,20 @@ class _TreeScheduling:
         return output
 
     def has_requests(self) -> bool:
-        """Return whether a step has something to do: to tell what left the GPU while nothing was asked is enough."""
-        return super().has_requests() or bool(self.kv_cache_manager.block_pool.kv_event_queue)  # type: ignore[misc]
+        """Return whether a step has work, such as unreported changes of the cache, or an audit."""
+        if super().has_requests() or self.kv_cache_manager.block_pool.kv_event_queue:  # type: ignore[misc]
+            return True
+        return self._audits is not None and self._may_begin_audit(self._audits)
 
     def get_grammar_bitmask(self, scheduler_output: SchedulerOutput) -> GrammarOutput | None:
-        """Answer vLLM, which asks this when the model has begun to compute a step."""
+        """Do as vLLM's method, which is called when the model has begun to compute a step."""
         bitmask: GrammarOutput | None = super().get_grammar_bitmask(scheduler_output)  # type: ignore[misc]
-        if bitmask is None:  # else the step's tokens wait for it; what is not done now is done when it is needed
+        if bitmask is None:  # otherwise the step's tokens would wait; the rest is done when needed
             self.on_forward_started()
         return bitmask
 
     def on_forward_started(self) -> None:
-        """Do what no answer waits for while the model computes."""
+        """Do work during the model's computation that no answer waits for."""
         if self._tree_queue is not None:
             self._tree_queue.place_returned()
 
@@ -165,6 +177,8 @@ class _TreeScheduling:
         outputs: dict[int, EngineCoreOutputs] = super().update_from_output(  # type: ignore[misc]
             scheduler_output, model_runner_output
         )
+        if self._audits is not None and self._audits.running is not None:
+            self._follow_audit(self._audits, self._audits.running, outputs)
         if (
             connector_output := model_runner_output.kv_connector_output
         ) is not None and connector_output.invalid_block_ids:
@@ -176,8 +190,77 @@ class _TreeScheduling:
             freeze_survivors()
         return outputs
 
+    # Audits
+
+    def _is_audit_step(self, audits: AnswerAudits) -> bool:
+        """Begin an audit where the engine is idle, drop it where it is not; return whether the step is for one."""
+        if audits.running is not None and len(self.requests) > 1:
+            self._drop_audit()
+        if audits.running is None and self._may_begin_audit(audits) and not self.requests:
+            self.add_request(audits.begin())
+        return audits.running is not None
+
+    def _may_begin_audit(self, audits: AnswerAudits) -> bool:
+        return audits.has_pending and self.pause_state == PauseState.UNPAUSED
+
+    def _schedule_audit(self, audits: AnswerAudits, *args: Any, **kwargs: Any) -> SchedulerOutput:
+        """Schedule a step that computes the audit alone: a short one, which no statistics of vLLM count."""
+        assert audits.running is not None
+        limit, manager = self.max_num_scheduled_tokens, self.kv_cache_manager
+        counts = manager.prefix_cache_stats, self.connector_prefix_cache_stats
+        if self._may_cut_prefills([audits.running]):
+            self.max_num_scheduled_tokens = min(limit, _TOKENS_ALONE)
+        manager.prefix_cache_stats, self.connector_prefix_cache_stats = map(deepcopy, counts)
+        try:
+            output: SchedulerOutput = super().schedule(*args, **kwargs)  # type: ignore[misc]
+        finally:
+            self.max_num_scheduled_tokens = limit
+            manager.prefix_cache_stats, self.connector_prefix_cache_stats = counts
+        return output
+
+    def _follow_audit(self, audits: AnswerAudits, audit: Request, outputs: Mapping[int, EngineCoreOutputs]) -> None:
+        """Compare what the audit has answered, and tell no client of it."""
+        for each in outputs.values():
+            each.outputs = [output for output in each.outputs if output.request_id != audit.request_id]
+        if audits.is_decided():
+            self.finish_requests(audit.request_id, RequestStatus.FINISHED_ABORTED)
+            audits.end(begins_again=False)
+            self._controller.record_change()
+
+    def _drop_audit(self) -> None:
+        if self._audits is not None and self._audits.running is not None:
+            super().finish_requests(self._audits.running.request_id, RequestStatus.FINISHED_ABORTED)  # type: ignore[misc]
+            self._audits.end(begins_again=True)
+
+    def finish_requests(self, request_ids: Any, finished_status: RequestStatus) -> list[Request]:
+        """Finish requests; all of them end the audits as well."""
+        if request_ids is None and self._audits is not None:
+            self._drop_audit()
+            self._audits.clear()
+        finished: list[Request] = super().finish_requests(request_ids, finished_status)  # type: ignore[misc]
+        return finished
+
+    def set_pause_state(self, pause_state: PauseState) -> None:
+        """Pause or resume; no audit keeps a pause from being complete."""
+        if pause_state != PauseState.UNPAUSED:
+            self._drop_audit()
+        super().set_pause_state(pause_state)  # type: ignore[misc]
+
+    def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
+        """Empty the prefix cache, in which an audit holds no block then."""
+        self._drop_audit()
+        is_reset: bool = super().reset_prefix_cache(*args, **kwargs)  # type: ignore[misc]
+        return is_reset
+
+    def make_stats(self, *args: Any, **kwargs: Any) -> SchedulerStats | None:
+        """Return vLLM's statistics of a step, without the audit."""
+        stats: SchedulerStats | None = super().make_stats(*args, **kwargs)  # type: ignore[misc]
+        if stats is not None and self._audits is not None and self._audits.running in self.running:
+            stats.num_running_reqs -= 1
+        return stats
+
     def _compute_again(self, invalid_block_ids: set[int]) -> None:
-        """Have every request compute for itself what another connector failed to load, and none find what any has now.
+        """Let every request compute KV that another connector failed to load, and share none of it.
 
         Of requests that share such a block vLLM has the first compute it, which may end before; it lets later requests
         find the block, and what was computed behind it, meanwhile; and with two steps in flight the second has begun.
@@ -191,7 +274,7 @@ class _TreeScheduling:
         self.kv_cache_manager.evict_blocks(set(range(self.kv_cache_config.num_blocks)))
 
     def confirm(self, speculation: str, tenant: str | None = None) -> dict[str, object] | None:
-        """Make a tenant's speculation's requests real; None are all other clients.
+        """Make a tenant's speculative requests real; ``None`` is all other clients.
 
         Return a report where no request is left, and so no step follows with which to send one.
         """
@@ -201,17 +284,18 @@ class _TreeScheduling:
         return self._controller.report() if self._controller.is_idle else None
 
     def report(self) -> dict[str, object]:
-        """Return what is cached and counted, also before the first step with which it is sent."""
+        """Return the present report, also before the first step."""
         return self._controller.report()
 
     def forget(self, doc_ids: list[str]) -> dict[str, object]:
-        """Delete documents from all tiers, and return the receipt, or why it cannot be done."""
+        """Delete documents from all tiers, and return the receipt, or why it is impossible."""
         if self._tree_queue is None:
             return {"refused": "this model's groups of KV caches are in vLLM's own order, which knows no documents"}
+        self._drop_audit()  # it would hold KV of them
         return self._controller.forget(set(doc_ids))
 
     def act_on_cache(self, action: str, body: dict[str, Any]) -> dict[str, object]:
-        """Answer one of the routes of the cache's contents, or why it cannot be done; ``{}`` while it is not ready.
+        """Return the result of a cache route, or why it is impossible; ``{}`` while it runs.
 
         It is called with the same ``token`` until it is; see :class:`OperatorCalls`.
         """
@@ -221,6 +305,7 @@ class _TreeScheduling:
             case "tick":
                 return controller.report()
             case "purge" if self._tree_queue is not None:
+                self._drop_audit()
                 return controller.forget_all()
             case "list":
                 call = controller.contents.list(body["sort"], body["limit"])
@@ -242,22 +327,22 @@ class _TreeScheduling:
             return {"refused": str(error)}
 
     def left(self) -> dict[str, object]:
-        """Return what is left of what was forgotten."""
+        """Return the rest of all deletions."""
         return self._controller.forgetting.left()
 
     def cached_paths(self, cursor: str, tenant: str | None = None) -> dict[str, object]:
-        """Return which documents are cached after which others, as far as that has changed since ``cursor``.
+        """Return the changes of cached prefixes since ``cursor``.
 
         They belong to ``tenant``, or to no tenant.
         """
         return self._controller.paths_of(tenant).changes(cursor)
 
     def recent_requests(self, limit: int) -> dict[str, object]:
-        """Return what becomes of the latest ``limit`` requests."""
+        """Return the state of the latest ``limit`` requests."""
         return self._controller.recent_requests(limit, time.monotonic())
 
     def prefetch(self, prompt: Request) -> dict[str, object]:
-        """Prefetch a prompt's KV from disk into host memory; return how much that is.
+        """Read a prompt's KV from disk into host memory; return the number of tokens.
 
         vLLM knows nothing of it. More than a quarter of host memory is not read.
         """
@@ -296,12 +381,12 @@ class _TreeScheduling:
         }
 
     def keeping_weights(self) -> AbstractContextManager[None]:
-        """Inside, resets of the caches leave alone what outlives them."""
+        """Inside, resets of the caches keep KV that outlives the engine."""
         context: AbstractContextManager[None] = self._own_connector.keeping_weights()
         return context
 
     def on_weights_changed(self, why: str) -> None:
-        """Forget all KV that outlives a reset of the caches: the model's weights are, or may be, others."""
+        """Delete all KV that outlives a reset of the caches, as the model's weights may have changed."""
         if not self._has_other_weights:  # they may come in a hundred pieces
             self._has_other_weights = True
             logger.warning(
@@ -311,12 +396,12 @@ class _TreeScheduling:
         self._own_connector.forget_weights()
 
     def on_adapter_loads(self, adapter: LoRARequest) -> None:
-        """Renew the identity of an adapter that workers will load, perhaps in place of one with the same id."""
+        """Change the identity of an adapter that workers will load."""
         self.on_adapter_changed(adapter.lora_int_id)
         self._own_connector.adapter_keys.note_load(adapter)
 
     def on_adapter_changed(self, adapter_id: int | None) -> None:
-        """Let no request use KV of an adapter's former weights; ``None`` stands for all adapters.
+        """Stop reuse of KV of an adapter's former weights; ``None`` is all adapters.
 
         Its requests in the engine, waiting and running, compute their prompts again and read no cache: they are named
         after the former weights, and so is what they leave in the cache.
@@ -338,7 +423,7 @@ class _TreeScheduling:
                 self._outdated_loads.append(request)
 
     def _drop_outdated_loads(self) -> None:
-        """Free blocks that were being loaded when their adapter changed, once vLLM releases them."""
+        """Free blocks in loading when their adapter changed, once vLLM releases them."""
         waiting = RequestStatus.WAITING_FOR_REMOTE_KVS
         for request in self._outdated_loads:
             if request.status == waiting:
@@ -346,15 +431,17 @@ class _TreeScheduling:
         self._outdated_loads = [request for request in self._outdated_loads if request.status == waiting]
 
     def has_room(self) -> bool:
-        """Return whether a speculative request that arrived now would be admitted at once."""
+        """Return whether a speculative request would be admitted now."""
         if self._queue is None:
             return False
-        running = self.running
+        audit = None if self._audits is None else self._audits.running
+        here = [request for request in self.running if request is not audit]
+        running = here
         if self._controller.speculations:
             running = [request for request in running if not self._is_speculative(request)]
         if self._is_engine_wanted(self._queue, running):
             return False
-        num_speculative = len(self.running) - len(running) + self._queue.num_speculative + len(self._loading())
+        num_speculative = len(here) - len(running) + self._queue.num_speculative + len(self._loading())
         return num_speculative < self._controller.settings.max_prefill_bs
 
     def _preempt_request(self, request: Request, timestamp: float, *args: Any, **kwargs: Any) -> None:
@@ -366,7 +453,7 @@ class _TreeScheduling:
         self._queue = self.waiting = CacheAwareRequestQueue(self._controller.queue, self._is_speculative)
 
     def _make_room(self, queue: CacheAwareRequestQueue) -> int | None:
-        """Admit or preempt speculative requests; return how many tokens this step may have, None for the usual."""
+        """Admit or preempt speculative requests; return this step's token limit, ``None`` for the usual."""
         real = [request for request in self.running if not self._is_speculative(request)]
         speculative = [request for request in self.running if self._is_speculative(request)]
         loading = self._loading()
@@ -387,11 +474,11 @@ class _TreeScheduling:
         return int(num_answering) + (_TOKENS_BESIDE_ANSWERS if real else _TOKENS_ALONE)
 
     def _loading(self) -> list[Request]:
-        """Return the speculative requests whose blocks are being loaded."""
+        """Return the speculative requests with blocks in loading."""
         return [request for request in self.kv_holding_waiting if self._is_speculative(request)]
 
     def _is_engine_wanted(self, queue: CacheAwareRequestQueue, running: list[Request]) -> bool:
-        """Return whether speculation now would delay a real request that is queued, loaded or prefilled.
+        """Return whether speculation would delay a real request that is queued, loaded or prefilled.
 
         Without a GPU each token of a step costs as much as any other, so there an answer in the making counts too.
         """
@@ -406,7 +493,7 @@ class _TreeScheduling:
         )
 
     def _set_back(self, request: Request) -> None:
-        """Free the blocks that were loaded for a request, once they are: vLLM would admit it at once."""
+        """Free the blocks loaded for a request when they are complete, as vLLM would admit it at once."""
         if not self._handle_blocked_waiting_request(request):
             return
         self.kv_holding_waiting.remove_request(request)
@@ -429,7 +516,7 @@ class _TreeScheduling:
         return self._controller.is_speculative(request.request_id)
 
     def _may_cut_prefills(self, requests: Iterable[Request]) -> bool:
-        """Return whether a step may end anywhere in these prompts; a Mamba state or an image is computed as a whole."""
+        """Return whether a step may end anywhere in these prompts; Mamba states and images are computed as a whole."""
         return (
             self.scheduler_config.enable_chunked_prefill
             and not self.need_mamba_block_aligned_split
@@ -438,15 +525,15 @@ class _TreeScheduling:
 
 
 class SyncTreeScheduler(_TreeScheduling, Scheduler):
-    """Where a step waits for the one before: on a CPU."""
+    """Scheduler in which a step waits for the previous one: on a CPU."""
 
 
 class AsyncTreeScheduler(_TreeScheduling, AsyncScheduler):
-    """Where the next step is scheduled while one runs: on CUDA."""
+    """Scheduler that plans the next step while one runs: on CUDA."""
 
 
 def RAGCacheScheduler(*args: Any, **kwargs: Any) -> Scheduler:  # noqa: N802 (vLLM takes it for a class)
-    """Return the scheduler for vLLM's setting of ``async_scheduling``; the name to give to ``--scheduler-cls``."""
+    """Return the scheduler for vLLM's ``async_scheduling``; the class for ``--scheduler-cls``."""
     attach_utilities()
     vllm_config = kwargs["vllm_config"] if "vllm_config" in kwargs else args[0]
     kind = AsyncTreeScheduler if vllm_config.scheduler_config.async_scheduling else SyncTreeScheduler

@@ -1,4 +1,4 @@
-"""Requests with a seed whose prompt is computed in several steps, on a machine without a GPU."""
+"""Seeded requests whose prompt is computed in several steps, without a GPU."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class EarlyRejection:
-    """What a platform's worker gets in addition: an engine that our scheduler refuses does not load its model first."""
+    """Mixin of a platform's worker: rejects an unsupported engine before loading its model."""
 
     def __init__(self, *, vllm_config: VllmConfig, **kwargs: Any) -> None:
         if str(vllm_config.scheduler_config.scheduler_cls).endswith(".RAGCacheScheduler"):
@@ -26,7 +26,7 @@ class EarlyRejection:
 
 
 class SparingSeeds:
-    """What a platform's worker gets in addition: a prompt that is not read to its end takes nothing from its seed.
+    """Mixin of a platform's worker: an incomplete prompt consumes no random state of its seed.
 
     vLLM draws a token for every request of a step, throws it away where the prompt goes on in another step, and turns
     that request's generator back. A processor's generator cannot be turned back, which ended the engine.
@@ -42,12 +42,12 @@ class SparingSeeds:
 
 
 class SeededWorker(EarlyRejection, PrivateRendezvous, SparingSeeds, platform_worker()):  # type: ignore[misc]
-    """The worker to name to ``--worker-cls``; with any other everything works, too, but seeds without a GPU."""
+    """The worker for ``--worker-cls``; with another one, only seeds without a GPU differ."""
 
 
 @contextmanager
 def without_cut_prompts(model_runner: Any) -> Iterator[None]:
-    """Inside, the generators of requests whose prompt goes on in another step are not among a model runner's."""
+    """Inside, a model runner does not use the generators of requests with incomplete prompts."""
     batch = model_runner.input_batch
     if not batch.generators:
         yield

@@ -1,1 +1,1 @@
-"""vLLM's OpenAI-compatible server with routes and checks of ours."""
+"""vLLM's OpenAI-compatible server with RAGCache's routes and checks."""

@@ -1,4 +1,4 @@
-"""The server's main program: vLLM's own OpenAI-compatible server, which ends with the process that owns it.
+"""The server's main program: vLLM's OpenAI-compatible server, which ends with its owner process.
 
 Run as ``python -m ragcache_core.vllm_plugin.server <arguments of vLLM's server>`` by
 :class:`ragcache_core.client.launch.process.ServerProcess`, which holds the other end of standard input.
@@ -14,7 +14,7 @@ _GRACE_S = 15.0
 
 
 def end_with_owner(stdin_fd: int = 0) -> threading.Thread:
-    """Start a thread that ends this process when its owner is gone, and return it.
+    """Start and return a thread that ends this process when its owner ends.
 
     The owner is gone when standard input is at its end, or when our parent is no longer the process that started us
     (a fork of the owner may keep the pipe open). See :func:`end_session`.
@@ -44,7 +44,7 @@ def end_with_owner(stdin_fd: int = 0) -> threading.Thread:
 
 
 def end_session() -> None:
-    """End all of this process's session, and then this process: does not return.
+    """Kill all of this process's session, then this process; does not return.
 
     A main process that gets SIGTERM while vLLM loads ignores it, or dies of it and leaves its children behind. So the
     others go first: SIGTERM, after a grace period SIGKILL.
@@ -62,7 +62,7 @@ def end_session() -> None:
 
 
 def main() -> None:
-    """Watch the owner, then run vLLM's server with the arguments of the command line."""
+    """Watch the owner, then run vLLM's server with the command line's arguments."""
     end_with_owner()
     from ragcache_core.vllm_plugin.server.api_server import run_api_server
 

@@ -1,4 +1,4 @@
-"""The API keys that a server accepts, and the tenants they belong to, read again when the tenants' file changes."""
+"""The accepted API keys with their tenants, reloaded when the tenants' file changes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ logger = logger_of(__name__)
 
 
 class AcceptedKeys:
-    """Digests of keys: the server's own, which are operators' where there are tenants, and those of the tenants.
+    """Digests of keys: the server's own (operators' keys, if there are tenants), and the tenants'.
 
     A changed file changes keys alone. The engine has divided its memory among the tenants of the start.
     """
@@ -37,11 +37,11 @@ class AcceptedKeys:
         return not self.operators and not self.has_tenants
 
     def is_operators(self, digest: bytes | None) -> bool:
-        """Return whether a key is the server's own or an operator's."""
+        """Return whether a key is the server's or an operator's."""
         return is_among(digest, self.operators)
 
     def tenant_of(self, digest: bytes | None) -> str | None:
-        """Return the tenant of a key. A wrong key takes as long as a right one."""
+        """Return the tenant of a key, in constant time."""
         found = None
         for known, tenant in self._tenants.items():
             if is_among(digest, [known]):
@@ -49,7 +49,7 @@ class AcceptedKeys:
         return found
 
     def replace(self, tenants: Tenants) -> list[str]:
-        """Accept the keys of a changed file from now on, and return what of it needs a restart.
+        """Accept the keys of a changed file, and return the changes that need a restart.
 
         Raises:
             ConfigError: one of the server's own keys is a tenant's; nothing has changed then.
@@ -85,12 +85,12 @@ class AcceptedKeys:
 
 
 def _differs(one: object, other: object) -> bool:
-    """Return whether two owners differ in more than their keys."""
+    """Return whether two owners differ in settings other than keys."""
     return {**vars(one), "keys": None} != {**vars(other), "keys": None}
 
 
 async def follow_file(keys: AcceptedKeys, path: Path, look_s: float = LOOK_S) -> None:
-    """Keep ``keys`` as the file of tenants has them; a file that cannot be used changes nothing. Does not return."""
+    """Update ``keys`` when the file of tenants changes; an invalid file is ignored. Does not return."""
     seen = await asyncio.to_thread(_version_of, path)
     while True:
         await asyncio.sleep(look_s)
@@ -114,7 +114,7 @@ async def follow_file(keys: AcceptedKeys, path: Path, look_s: float = LOOK_S) ->
 
 
 def _version_of(path: Path) -> tuple[int, int, int] | None:
-    """Return what changes with a file, also where a secret of Kubernetes replaces it by a link."""
+    """Return the version of a file, which also changes when Kubernetes replaces a secret's link."""
     try:
         facts = path.stat()
     except OSError:

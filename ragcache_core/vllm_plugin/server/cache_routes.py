@@ -1,4 +1,4 @@
-"""Routes of the cache as a whole: its contents, deletion of unused folders on disk, and deletion of all KV.
+"""Routes of the whole cache: contents, deletion of unused folders, deletion of all KV.
 
 ::
 
@@ -41,7 +41,7 @@ _MAX_DAYS = 100_000
 
 
 async def enforce_max_age(engine_client: Any, max_age_s: float) -> None:
-    """Have engines delete expired KV, also while they have no requests; return when one has failed.
+    """Let engines delete expired KV, also while idle; return when one has failed.
 
     A series of failures is logged once.
     """
@@ -65,14 +65,14 @@ async def contents(
     sort: Literal["bytes", "uses", "saved", "age"] = "bytes",
     limit: Annotated[int, Query(ge=1, le=MAX_LISTED)] = 50,
 ) -> dict[str, Any]:
-    """Return the cached documents with most of what they are sorted by; see :class:`CacheContents`."""
+    """Return the cached documents in sort order; see :class:`CacheContents`."""
     body = {"sort": sort, "limit": limit if received.num_engines == 1 else MAX_LISTED}
     return merged_contents(await call_engines(request, "list", body), sort, limit)
 
 
 @router.post("/purge")
 async def purge(request: Request) -> dict[str, object]:
-    """Remove everything from every tier; see :class:`ForgetReceipt`. Requests keep what they have until they end."""
+    """Delete all KV from every tier; see :class:`ForgetReceipt`. Running requests keep theirs until they end."""
     wait_s = wait_of(await read_body(request, {"wait_s": 30}))
     began_s = time.monotonic()
     gone = await call_engines(request, "purge", {})
@@ -84,7 +84,7 @@ async def purge(request: Request) -> dict[str, object]:
 
 @router.post("/gc")
 async def collect_garbage(request: Request) -> dict[str, object]:
-    """Delete the folders of other models, weights and releases in this engine's directory that no engine has open."""
+    """Delete unused namespaces in this engine's directory: of other models, weights and releases."""
     body = await read_body(request, {"unused_days": 7, "dry_run": False})
     days, dry_run = body.get("unused_days", 7), body.get("dry_run", False)
     if isinstance(days, bool) or not isinstance(days, int | float) or not 0 <= days <= _MAX_DAYS:

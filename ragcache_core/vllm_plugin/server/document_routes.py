@@ -1,4 +1,4 @@
-"""Routes that act upon the cache by document: ``POST /v1/ragcache/documents/<what to do>`` with ``{"ids": [...]}``.
+"""Cache routes by document: ``POST /v1/ragcache/documents/<action>`` with ``{"ids": [...]}``.
 
 ::
 
@@ -54,7 +54,7 @@ async def forget(request: Request) -> dict[str, object]:
     gone = await call_forget(client, doc_ids)
     if refused := next((each["refused"] for each in gone if "refused" in each), None):
         raise HTTPException(409, f"documents cannot be forgotten: {refused}. Restart the engine instead")
-    received.update(await call_report(client))  # an idle engine takes no step, and its last report names the documents
+    received.update(await call_report(client))  # an idle engine's last report still names the documents
     left = await wait_until_deleted(client, began_s + wait_s)
     if recognition is not None:  # a prompt may have been recognised before, and arrived in the engine after
         gone += await call_forget(client, doc_ids)
@@ -67,7 +67,7 @@ async def forget(request: Request) -> dict[str, object]:
 def receipt_of(
     gone: Sequence[Mapping[str, Any]], left: Sequence[Mapping[str, Any]], doc_ids: Sequence[str], began_s: float
 ) -> ForgetReceipt:
-    """Return one receipt for what several engines deleted, and still have."""
+    """Return one receipt for the deletions of several engines."""
     known = {doc_id for each in gone for doc_id in each["forgotten"]}
     return ForgetReceipt(
         forgotten=tuple(doc_id for doc_id in doc_ids if doc_id in known),
@@ -85,7 +85,7 @@ def receipt_of(
 
 @router.post("/show")
 async def show(request: Request) -> dict[str, object]:
-    """Return what is cached of documents, with their paths."""
+    """Return the cached prefixes of documents."""
     doc_ids, _ = await _read_ids(request, takes_wait=False)
     found = merged_contents(await call_engines(request, "show", {"ids": doc_ids}), "bytes", len(doc_ids))
     known = {document["id"] for document in found["documents"]}
@@ -103,14 +103,14 @@ async def pin(request: Request) -> dict[str, object]:
 
 @router.post("/unpin")
 async def unpin(request: Request) -> dict[str, object]:
-    """Pin documents no more."""
+    """Unpin documents."""
     doc_ids, _ = await _read_ids(request, takes_wait=False)
     return merged_pins(await call_engines(request, "unpin", {"ids": doc_ids}), doc_ids).to_dict()
 
 
 @router.post("/prefetch")
 async def prefetch(request: Request) -> dict[str, object]:
-    """Begin to read what is on disk of documents into host memory, on all their paths; see the route of a prompt."""
+    """Begin to read documents' blocks from disk into host memory, on all prefixes."""
     doc_ids, _ = await _read_ids(request, takes_wait=False)
     answers = await call_engines(request, "prefetch", {"ids": doc_ids})
     unknown = [doc_id for doc_id in doc_ids if all(doc_id in answer["unknown"] for answer in answers)]
@@ -121,7 +121,7 @@ async def prefetch(request: Request) -> dict[str, object]:
 
 
 async def call_engines(request: Request, action: str, body: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return what every data-parallel engine answers; a refusal of one is the server's.
+    """Return every data-parallel engine's result; raise if one rejects the call.
 
     One call at a time: an engine keeps few that have not ended, and drops the oldest of more.
     """
@@ -135,7 +135,7 @@ async def call_engines(request: Request, action: str, body: dict[str, Any]) -> l
 
 
 async def _read_ids(request: Request, *, takes_wait: bool = True) -> tuple[list[str], float]:
-    """Return the ids in a body, and how long to wait."""
+    """Return the ids in a body, and the seconds to wait."""
     if received.engine() is None:
         raise HTTPException(404, "this server runs without RAGCache")
     fields = {"ids": ["..."], "wait_s": 30} if takes_wait else {"ids": ["..."]}
@@ -147,7 +147,7 @@ async def _read_ids(request: Request, *, takes_wait: bool = True) -> tuple[list[
 
 
 async def read_body(request: Request, fields: Mapping[str, object]) -> Mapping[str, Any]:
-    """Return a body with no other fields than those of an example."""
+    """Return a body that has no other fields than an example."""
     try:
         body = await request.json()
     except (ValueError, RecursionError) as error:
@@ -158,7 +158,7 @@ async def read_body(request: Request, fields: Mapping[str, object]) -> Mapping[s
 
 
 def wait_of(body: Mapping[str, Any]) -> float:
-    """Return how long to wait for KV that cannot be deleted at once."""
+    """Return the seconds to wait for KV that cannot be deleted at once."""
     wait_s = body.get("wait_s", _WAIT_S)
     if isinstance(wait_s, bool) or not isinstance(wait_s, int | float) or not 0 <= wait_s <= _MAX_WAIT_S:
         raise HTTPException(400, f"wait_s is {quoted(wait_s)}: send 0 to {_MAX_WAIT_S:g} seconds")
@@ -166,7 +166,7 @@ def wait_of(body: Mapping[str, Any]) -> float:
 
 
 async def wait_until_deleted(client: Any, ends_s: float) -> list[dict[str, Any]]:
-    """Return what is left of what was forgotten: nothing, or what there is at the end of our patience."""
+    """Return the rest of a deletion after waiting for it."""
     pause_s = _FIRST_PAUSE_S
     while True:
         left = await call_left(client)

@@ -1,4 +1,4 @@
-"""What the server's process knows of the engine: the latest statistics, and requests lately answered."""
+"""The engine's state in the server's process: latest statistics, and recent requests."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _MAX_ADMITTED = 1024
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """How long a speculation has waited for admission in an engine, which has reported it ``num_reports`` times.
+    """A speculation's queue time in an engine, which has reported it ``num_reports`` times.
 
-    It tells when it begins, and whenever it goes on after a pause. Of several engines that have requests of one
-    speculation, the first that tells counts.
+    The engine reports it at the start and after each pause. Of several engines with requests of one speculation, the
+    first report counts.
     """
 
     engine_index: int
@@ -34,7 +34,7 @@ class Wait:
 
 
 class Received:
-    """Holds the engines' latest reports, and the statistics of the newest ``max_requests`` requests.
+    """The engines' latest reports, and the statistics of the newest ``max_requests`` requests.
 
     For a tenant these are the newest 1,024: no tenant's requests replace or evict another's.
     Its ``notifier`` wakes coroutines that wait for a request's statistics, or for a speculation's admission.
@@ -63,10 +63,10 @@ class Received:
         observe: Callable[[dict[str, Any], int], None] | None = None,
         engines: Sequence[int] = (0,),
     ) -> None:
-        """Have an empty report until the ``engines`` are asked for one, when the server is nearly ready.
+        """Set empty reports until the ``engines`` are asked for one, shortly before the server is ready.
 
-        ``observe`` takes in what an engine says otherwise than with a step, and calls :meth:`add`. One server of
-        several may have none but later engines.
+        ``observe`` receives reports outside of steps, and calls :meth:`add`. One of several servers may have only later
+        engines.
         """
         self._indices = sorted(engines)
         if observe is not None:
@@ -84,17 +84,17 @@ class Received:
 
     @property
     def num_engines(self) -> int:
-        """The number of data-parallel engines behind this server."""
+        """Number of data-parallel engines of this server."""
         return len(self._indices)
 
     def update(self, reports: Sequence[dict[str, Any] | None]) -> None:
-        """Take in what each engine, or None, reported without a step, because it was asked to or nothing ran."""
+        """Store each engine's report outside of a step; ``None`` if it has none."""
         for engine, report in zip(self._indices, reports, strict=True):
             if report is not None:
                 self._observe({"engine": report}, engine)
 
     def add(self, data: dict[str, Any], engine_index: int) -> None:
-        """Take in the statistics of a step."""
+        """Store the statistics of a step."""
         with self._lock:
             if data.get("engine"):
                 self._engines[engine_index] = data["engine"]
@@ -129,7 +129,7 @@ class Received:
         return None
 
     def wait_of(self, speculation: str, tenant: str | None = None, *, after: int = 0) -> Wait | None:
-        """Return how long a tenant's speculation has waited; None until that was reported more than ``after`` times.
+        """Return a speculation's queue time after more than ``after`` reports; ``None`` until then.
 
         None long afterwards as well.
         """
@@ -143,7 +143,7 @@ class Received:
             return merged_report([*self._engines.values()]) if self._engines else self._before_the_first
 
     def load(self) -> dict[str, Any] | None:
-        """Return whether a speculative request would be admitted, as of the last step; None without RAGCache.
+        """Return whether a speculative request would be admitted, as of the last step; ``None`` without RAGCache.
 
         The result also says whether there is a disk to prefetch from.
 
@@ -167,16 +167,16 @@ class Received:
             }
 
     def costs(self) -> dict[str, Any] | None:
-        """Return what was measured of the model before the engine started; None without RAGCache.
+        """Return the model's measured costs; ``None`` without RAGCache.
 
         It reads a file: the prefill times, ``None`` where there are none. ``chunk_reuse`` has the engine's own alpha
-        and the calibrated points; ``None`` without chunk reuse.
+        and the calibrated points; ``None`` without chunk reuse, and where audits choose alpha.
         """
         settings = self._settings
         if settings is None:
             return None
         cost, alpha = settings.measured_prefill_cost(), None
-        if settings.chunk_reuse is not None:
+        if settings.chunk_reuse is not None and settings.chunk_reuse.max_error is None:
             alpha = settings.alpha_for(ChunkReuseRequest())
         reuse = None if alpha is None else {"alpha": alpha, "points": [asdict(point) for point in settings.points]}
         return {"prefill": None if cost is None else cost.to_dict(), "chunk_reuse": reuse}

@@ -1,4 +1,4 @@
-"""Checks before the server's routes: the API key, the size of the body, and that the server is not shutting down.
+"""Checks before the server's routes: API key, body size, and shutdown.
 
 vLLM requires its key under ``/v1`` and a few other prefixes, but not on the routes of hosting platforms, or to
 tokenise, pause or scale. Here every path needs the key except :data:`OPEN_PATHS`.
@@ -33,9 +33,9 @@ OPEN_PATHS = frozenset(
         *(*FILES, f"{PAGE}/"),
     }
 )
-"""Paths that need no key: the probes, the metrics, and the page, which asks for the key itself."""
+"""Paths without a key: probes, metrics, and the page, which asks for the key itself."""
 _OPERATORS_PATHS = frozenset(("/metrics", "/metrics/", "/load"))
-"""Of these, what tells of all tenants together: where there are any, it needs an operator's key."""
+"""Open paths with data of all tenants, which need an operator's key if there are tenants."""
 _OWN = "/v1/ragcache/"
 _TENANTS_ROUTES = {
     "GET": re.compile(
@@ -63,21 +63,21 @@ _ERROR_TYPES = {408: "Request Timeout", 413: "Request Entity Too Large"}
 
 @dataclass(slots=True)
 class Work:
-    """The requests that a server is answering, and whether it takes more: one that is about to end does not."""
+    """The open requests of a server, and whether it accepts more."""
 
     num_running: int = 0
     is_draining: bool = False
 
 
 def refusal_of_work() -> JSONResponse:
-    """Return what a server answers that takes no more requests: ask another one, or again in a moment."""
+    """Return the response of a server that accepts no more requests: retry elsewhere or later."""
     message = "this server is about to end and takes no more requests: send them to another, or again in a moment"
     error = {"message": message, "type": "Service Unavailable", "param": None, "code": 503}
     return JSONResponse({"error": error}, 503, {"Retry-After": str(_RETRY_AFTER_S), "Connection": "close"})
 
 
 def bound_waiting(server: Any) -> None:
-    """Bound how long a uvicorn server waits for request heads, and for open requests when it shuts down.
+    """Limit a uvicorn server's wait for request heads, and for open requests at its shutdown.
 
     vLLM passes neither limit to uvicorn and has no option for them. ``serve_http`` puts the server into the state of
     the application before it starts, and uvicorn reads both settings later.
@@ -94,7 +94,7 @@ class AuthMiddleware:
     """
 
     def __init__(self, app: ASGIApp, keys: AcceptedKeys, work: Work) -> None:
-        """``keys`` may change while the server runs."""
+        """Take ``keys``, which may change while the server runs."""
         self._app = app
         self._work = work
         self._keys = keys
@@ -160,7 +160,7 @@ class AuthMiddleware:
 
 
 def _may_request(scope: Scope) -> bool:
-    """Return whether a tenant may ask this."""
+    """Return whether a tenant may call this route."""
     routes = _TENANTS_ROUTES.get(scope["method"]) if scope["type"] == "http" else None
     return routes is not None and routes.fullmatch(_path(scope)) is not None
 
@@ -174,7 +174,7 @@ def _not_for_tenants(scope: Scope, tenant: str) -> JSONResponse:
 
 
 def _is_work(scope: Scope) -> bool:
-    """Return whether a request is one to answer with the model, and no question about the server."""
+    """Return whether a request needs the model, unlike a request about the server."""
     if scope["type"] == "websocket":
         return True
     return scope["type"] == "http" and scope["method"] == "POST" and not _path(scope).startswith(_OWN_PREFIX)
@@ -186,7 +186,7 @@ def _path(scope: Scope) -> str:
 
 
 def _number(header: str) -> int:
-    """Return what a header says, 0 where that is no number; more digits than a number of 63 bits has are as good."""
+    """Return the number in a header, limited to 63 bits; 0 for another text."""
     return int(header[:19]) if header.isdecimal() else 0
 
 
@@ -195,7 +195,7 @@ class _BadBody(HTTPException):
 
 
 def _bounded(receive: Receive, limit: int) -> Receive:
-    """Return a ``receive`` that rejects a body of more than ``limit`` bytes, and one that stops arriving."""
+    """Return a ``receive`` that rejects a body above ``limit`` bytes, and one that stops arriving."""
     num_bytes = 0
     is_complete = False
 
@@ -221,7 +221,7 @@ def _bounded(receive: Receive, limit: int) -> Receive:
 
 
 async def _drain(receive: Receive) -> None:
-    """Read a body and keep nothing of it, because a client that still sends reads no answer."""
+    """Read and discard a body, as a sending client does not read the response."""
     while (message := await receive())["type"] == "http.request" and message.get("more_body", False):
         pass
 

@@ -1,4 +1,4 @@
-"""Wakes coroutines that wait for data from another part of the process."""
+"""Wake coroutines that wait for data of another part of the process."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _Found = TypeVar("_Found")
 
 
 class Notifier:
-    """Wakes waiting coroutines, which then check their condition again. Any thread may call it."""
+    """Wakes waiting coroutines, which then check their condition. Thread-safe."""
 
     def __init__(self) -> None:
         self._waiting: dict[asyncio.Event, asyncio.AbstractEventLoop] = {}

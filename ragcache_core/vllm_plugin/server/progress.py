@@ -1,4 +1,4 @@
-"""Probe the engine core while no other call does, and report on ``/health`` when it hangs.
+"""Check the progress of the engine core, and report a hang on ``/health``.
 
 vLLM's ``/health`` checks whether the engine's process exists. The core answers a call between two steps, or at once
 when it is idle, asleep or paused. A core that has not answered works or hangs: ``runtime/hangs.py``.
@@ -24,7 +24,7 @@ _MAX_LOOK_S = 1.0
 
 
 class EngineProgress:
-    """Knows whether the engine makes progress. :meth:`watch` runs as long as the server.
+    """Monitors the engine's progress. :meth:`watch` runs as long as the server.
 
     Attributes:
         hang: why the engine hangs; ``None`` while it does not.
@@ -39,7 +39,7 @@ class EngineProgress:
         step_limit_s: float | None = None,
         all_work: bool = True,
     ) -> None:
-        """``ask`` returns when the engine core has answered; ``read`` what its processes have used."""
+        """Take ``ask``, which returns after the engine core's answer, and ``read``, the CPU time of its processes."""
         self.hang: str | None = None
         self._ask = ask
         self._read = read
@@ -50,7 +50,7 @@ class EngineProgress:
 
     @classmethod
     def of(cls, engine_client: Any, limit_s: float, starter_pid: int) -> EngineProgress:
-        """Return the progress of the engine that a process started. It has the call that answers whether it sleeps.
+        """Return the monitor of an engine started by this process.
 
         Where processor time says nothing, as on a GPU, a step may take as long as vLLM lets a worker's take.
         """
@@ -67,12 +67,12 @@ class EngineProgress:
         )
 
     async def watch(self) -> None:
-        """Ask again and again. Returns when the engine has died, which vLLM sees itself."""
+        """Check the engine repeatedly. Returns when the engine has crashed, which vLLM detects itself."""
         while await self._is_answered():  # noqa: ASYNC110 (a pause, not a wait)
             await asyncio.sleep(self._look_s)
 
     async def _is_answered(self) -> bool:
-        """Return whether the engine lives, when it has said so, however late."""
+        """Return whether the engine lives, after its answer."""
         answer = asyncio.ensure_future(self._ask())
         detector = HangDetector(
             limit_s=self._limit_s, look_s=self._look_s, step_limit_s=self._step_limit_s, all_work=self._all_work
@@ -97,7 +97,7 @@ class EngineProgress:
 
 
 def hang_timeout_s(environ: Mapping[str, str]) -> float | None:
-    """Return after how many seconds a process that stands still hangs; ``None`` is never.
+    """Return the hang time-out in seconds; ``None`` for no limit.
 
     Raises:
         ConfigError: the variable says something else.

@@ -1,4 +1,4 @@
-"""Routes with which clients without a tokenizer learn of prompts: their tokens, their documents, their beginnings.
+"""Routes for clients without a tokenizer: the tokens of prompts, and their documents.
 
 ::
 
@@ -50,7 +50,7 @@ class PromptRequest(BaseModel):
 
 @router.get("/tokenizer")
 async def tokenizer(request: Request) -> dict[str, Any]:
-    """Return what names tokenizer and chat template, the control tokens, and whether documents are found by texts.
+    """Return the identity of tokenizer and chat template, the control tokens, and whether documents are found by text.
 
     They are found in prompts of ``/prompt``, and named in all requests unless this vLLM refuses it.
     """
@@ -66,9 +66,13 @@ async def tokenizer(request: Request) -> dict[str, Any]:
 
 @router.post("/prompt")
 async def prompt(asked: PromptRequest, request: Request) -> dict[str, Any]:
-    """Return the token ids of a chat, and which of them show which document."""
+    """Return the token ids of a chat, and the spans of its documents."""
     if request.app.state.serving_tokenization.online_renderer.use_harmony:
-        raise HTTPException(400, "chats of this model are laid out otherwise than its template says: send messages")
+        raise HTTPException(
+            400,
+            "this model does not use a chat template (Harmony), so its prompt is made with the "
+            "request: send messages to /v1/chat/completions",
+        )
     token_ids = await _token_ids(request, asked, asked.messages)
     if asked.other is not None:
         num_common = common_prefix_len(token_ids, await _token_ids(request, asked, asked.other))
@@ -96,7 +100,7 @@ async def _token_ids(request: Request, asked: PromptRequest, messages: list[Any]
 
 
 def _described(serving: Any) -> dict[str, Any]:
-    """Return the identity and the control tokens of vLLM's ``ServingTokenization``."""
+    """Return identity and control tokens of vLLM's ``ServingTokenization``."""
     made = serving.renderer.get_tokenizer()
     backend = getattr(made, "backend_tokenizer", None)
     layout = chat_template_of(serving)

@@ -1,4 +1,4 @@
-"""Which of several data-parallel engines gets a request: the one that has its documents, unless it is far busier."""
+"""Choose the data-parallel engine for a request: the one with its documents, unless it is much busier."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _MAX_MORE_RUNNING = 4
 
 
 class RankChoice:
-    """Remembers to which engine each order of documents was sent last, for the ``max_known`` sent last.
+    """Remembers the last engine of each document order, for the last ``max_known`` orders.
 
-    Each tenant has orders of its own: it finds nothing of what others have cached.
+    Each tenant has its own orders, as it hits no KV of others.
 
-    What was sent there is cached there, or was evicted there and will be again: nothing has to be asked of the engines.
-    Documents that were sent nowhere go to the idlest engine, of equally idle ones to the one that was sent fewest.
+    An engine caches the orders sent to it, so the engines need not be queried. New orders go to the engine with the
+    fewest running requests, of equal ones to the one with the fewest orders.
     """
 
     def __init__(self, num_engines: int, max_known: int = _MAX_KNOWN) -> None:
@@ -33,7 +33,7 @@ class RankChoice:
 
     @contextmanager
     def sending(self, documents: Sequence[str], tenant: str | None = None) -> Iterator[int]:
-        """Give the engine for a prompt that shows ``documents`` in this order, which works for it inside."""
+        """Yield the engine for a prompt with ``documents`` in this order, counted as busy inside."""
         rank = self._choose(documents, tenant)
         self._num_running[rank] += 1
         try:
@@ -48,7 +48,7 @@ class RankChoice:
         rank = next((each for each in known if each is not None), idlest)
         if self._num_running[rank] > self._num_running[idlest] + _MAX_MORE_RUNNING:
             rank = idlest
-        for path in reversed(paths):  # what is forgotten first is the end of a path
+        for path in reversed(paths):  # ends of paths are evicted first
             self._know(path, rank, tenant)
         return rank
 
@@ -61,7 +61,7 @@ class RankChoice:
 
 
 def _paths(documents: Sequence[str]) -> Iterator[int]:
-    """Yield what names the first document, the first two, and so on; of two orders with the same name one is a miss."""
+    """Yield a key for each document prefix; a collision is only a miss."""
     path = 0
     for document in documents[:MAX_PATH_DOCUMENTS]:
         path = hash((path, document))
@@ -69,7 +69,7 @@ def _paths(documents: Sequence[str]) -> Iterator[int]:
 
 
 def documents_of(body: bytes) -> list[str]:
-    """Return the documents that a request names, in the order of its prompt; none where it does not say it rightly."""
+    """Return the documents that a request names, in prompt order; empty if invalid."""
     if b"kv_transfer_params" not in body:
         return []
     try:

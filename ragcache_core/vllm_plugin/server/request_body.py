@@ -1,4 +1,4 @@
-"""What of a request's body is refused before vLLM reads it.
+"""Reject invalid request bodies before vLLM reads them.
 
 JSON has halves of surrogate pairs and numbers of any size, MessagePack, by which vLLM sends requests to its engine, has
 not: vLLM would answer with status 500, and never forget the request. What is nested hundreds deep in
@@ -22,7 +22,7 @@ from ragcache_core.vllm_plugin.server.rank_choice import RankChoice, documents_o
 from ragcache_core.wire import KEY, MAX_DOCUMENTS, check_depth, check_metadata, check_sendable
 
 _FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
-"""Splits a body into its fields, of which it parses nothing: a twentieth of the time of parsing token ids."""
+"""Splits a body into its fields and parses none of them: takes 5 % of the time of parsing the token ids."""
 _TOKEN_IDS = msgspec.json.Decoder(list[Annotated[int, msgspec.Meta(ge=0, lt=2**31)]])
 _PER_RECORD = "/v1/ragcache/documents/register"
 """A route that rejects single records of a body, and not all of it."""
@@ -31,7 +31,7 @@ _RANK = b"x-data-parallel-rank"
 
 
 class RequestBodyCheck:
-    """Middleware that answers such a request with status 400 or 413, and our error.
+    """Middleware that rejects such a request with status 400 or 413.
 
     Where the server's state has a choice among data-parallel engines (``ragcache_rank_choice``), a request goes where
     the documents that it names are.
@@ -41,7 +41,7 @@ class RequestBodyCheck:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Check the body of a POST; let everything else pass."""
+        """Check the body of a POST; pass everything else."""
         if scope["type"] != "http" or scope["method"] != "POST" or scope["path"].endswith(_PER_RECORD):
             await self._app(scope, receive, send)
             return
@@ -70,7 +70,7 @@ class RequestBodyCheck:
 
 
 def _transfer_params(request: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the transfer parameters of a request, each with its place.
+    """Yield the transfer parameters of a request with their places.
 
     Raises:
         ConfigError: one is no object where vLLM does not check that itself.
@@ -112,7 +112,7 @@ def _is_token_ids(value: msgspec.Raw) -> bool:
 
 
 def problem_of(body: bytes) -> tuple[int, str, str] | None:
-    """Return why a body is rejected: status, vLLM's type of error, message.
+    """Return why a body is rejected (status, vLLM's error type, message); ``None`` if it is valid.
 
     None if it is accepted, or is no JSON object, which vLLM reports.
     """

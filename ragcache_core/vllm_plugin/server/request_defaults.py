@@ -1,4 +1,4 @@
-"""Adds headers to each completion, with the replica and its defaults: clients that continue a cut answer need them.
+"""Add headers with the replica and its defaults to completions, for clients that continue a cut answer.
 
 vLLM takes defaults of sampling, and of the answer's length, from the model's generation config and its own arguments.
 """
@@ -21,7 +21,7 @@ _DEPENDING = ("max_tokens", "presence_penalty", "frequency_penalty")
 
 
 def request_defaults(model_config: Any) -> str:
-    """Return the value of :data:`~ragcache_core.wire.DEFAULTS_HEADER` for a model, as vLLM's ``ModelConfig`` has it."""
+    """Return the value of :data:`~ragcache_core.wire.DEFAULTS_HEADER` for vLLM's ``ModelConfig``."""
     defaults = model_config.get_diff_sampling_param()
     added: dict[str, object] = {name: defaults[name] for name in _DEPENDING if name in defaults}
     is_chosen = model_config.generation_config not in ("auto", "vllm")
@@ -34,12 +34,12 @@ def request_defaults(model_config: Any) -> str:
 
 
 def replica_name(engine_id: str) -> str:
-    """Return what a server calls itself to clients and proxies: the same after a restart, and unlike all others."""
+    """Return the server's unique name for clients and proxies, stable over restarts."""
     return hashlib.sha256(engine_id.encode()).hexdigest()[:12]
 
 
 class DefaultsHeader:
-    """Middleware that adds what the server's state has, once there is an engine: defaults, and the server's name.
+    """Middleware that adds the server's defaults and name, once there is an engine.
 
     These are ``ragcache_defaults`` and ``ragcache_replica``; plain vLLM has no name.
     """
@@ -48,7 +48,7 @@ class DefaultsHeader:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Add it to answers to completions."""
+        """Add the headers to completions."""
         defaults = getattr(scope["app"].state, "ragcache_defaults", None) if scope["type"] == "http" else None
         if defaults is None or not scope["path"].endswith("/completions"):
             await self._app(scope, receive, send)

@@ -1,4 +1,4 @@
-"""The request's statistics in its response, for clients that ask for them with a header.
+"""Return a request's statistics in its response, on request by a header.
 
 Clients of the OpenAI protocol reject or ignore fields that they do not know, so only ``x-ragcache-stats: 1`` adds a
 ``ragcache`` object: to the JSON of a response, or to one more event at the end of a stream. In a stream of the
@@ -28,13 +28,13 @@ _ENDS = tuple(b"event: response.%s\n" % end for end in (b"completed", b"incomple
 
 
 class ResponseStatsMiddleware:
-    """Middleware that adds the block where the header asks for it; everything else passes unchanged."""
+    """Middleware that adds the statistics if the header asks for them; else passes unchanged."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Add the block to a response."""
+        """Add the statistics to a response."""
         if (
             scope["type"] != "http"
             or scope["method"] != "POST"
@@ -47,7 +47,7 @@ class ResponseStatsMiddleware:
 
 
 class _Response:
-    """One response on its way to the client."""
+    """One response in transit."""
 
     def __init__(self, send: Send, tenant: str | None) -> None:
         self._send = send
@@ -87,7 +87,7 @@ class _Response:
         await self._send({"type": "http.response.body", "body": body})
 
     async def _with_event(self, part: bytes) -> bytes:
-        """Return a part of a stream, with one more event before the last."""
+        """Return a part of a stream with one more event before the last."""
         if part.startswith((_CREATED, *_ENDS)):
             return await self._with_response_event(part)
         if self._first is None and part.startswith(_DATA):
@@ -103,7 +103,7 @@ class _Response:
         return part[:at] + _DATA + json.dumps(event).encode() + b"\n\n" + part[at:]
 
     async def _with_response_event(self, part: bytes) -> bytes:
-        """Return the first event of a stream of the Responses API, or its last one behind one of ours."""
+        """Return the first event of a Responses stream, or its last one after the statistics event."""
         event = _object(part.split(b"\n", 2)[1].removeprefix(_DATA))
         response = (event or {}).get("response")
         if event is None or not isinstance(response, dict):
@@ -118,7 +118,7 @@ class _Response:
         return b"event: response.ragcache\n" + _DATA + json.dumps(said).encode() + b"\n\n" + part
 
     async def _figures(self, response_id: object) -> dict[str, Any] | None:
-        """Return a request's statistics; they may arrive a moment after its answer."""
+        """Return a request's statistics, which may arrive shortly after its answer."""
         if not isinstance(response_id, str) or received.engine() is None:
             return None
         return await received.notifier.wait_for(lambda: received.request(response_id, self._tenant), _TIMEOUT_S)

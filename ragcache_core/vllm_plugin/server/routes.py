@@ -1,4 +1,4 @@
-"""Routes beside vLLM's: the tiers of a request and of the engine, what is cached and may be speculated.
+"""RAGCache's routes: statistics of requests and engine, cached prefixes, speculation.
 
 They lie under ``/v1``, where the server's API key protects them.
 """
@@ -65,7 +65,7 @@ probes = APIRouter(tags=["ragcache"])
 
 @router.get("/requests/{response_id}")
 async def request_figures(response_id: str, asked: Request) -> dict[str, Any]:
-    """Return the figures of a request that was answered lately, by the ``id`` of its response.
+    """Return the statistics of a recently answered request, by the ``id`` of its response.
 
     They may arrive a moment after the answer: this waits for them a little, and as long for another tenant's as for
     none. An operator gets a tenant's where no request of operators has this id.
@@ -87,7 +87,7 @@ async def request_figures(response_id: str, asked: Request) -> dict[str, Any]:
 
 @router.get("/stats")
 async def stats(request: Request) -> dict[str, Any]:
-    """Return a report of the engine's tiers; the engine is asked, between two steps."""
+    """Return a report of the engine's tiers, read between two steps."""
     if received.engine() is not None:
         with suppress(RuntimeError):  # a scheduler of another kind: what came with its steps is all there is
             received.update(await call_report(request.app.state.ragcache_engine_client))
@@ -103,7 +103,7 @@ async def stats(request: Request) -> dict[str, Any]:
 
 @router.get("/cached_paths")
 async def cached_paths(request: Request, cursor: Annotated[str, Query(pattern=_CURSOR)] = "") -> Response:
-    """Return which documents are cached after which others, as far as that has changed since ``cursor``.
+    """Return the changes of cached prefixes since ``cursor``.
 
     The engine is asked, between two steps; of several data-parallel engines each.
     """
@@ -116,7 +116,7 @@ async def cached_paths(request: Request, cursor: Annotated[str, Query(pattern=_C
 
 @router.get("/load")
 async def load() -> dict[str, Any]:
-    """Return how many requests wait for their first token, how long that takes, and whether a speculation has room.
+    """Return the number of pending prefills, their seconds, and whether a speculation would be admitted.
 
     It is as of the engine's last step: asking the engine would wait for its running one.
     """
@@ -128,7 +128,7 @@ async def load() -> dict[str, Any]:
 
 @router.get("/costs")
 async def costs() -> dict[str, Any]:
-    """Return how long a prefill takes, and what chunk reuse was calibrated to do, for clients with a deadline."""
+    """Return prefill times, and the calibration of chunk reuse, for clients with a TTFT SLO."""
     said = await asyncio.to_thread(received.costs)
     if said is None:
         raise HTTPException(404, "this server runs without RAGCache")
@@ -137,10 +137,10 @@ async def costs() -> dict[str, Any]:
 
 @router.get("/speculations/{speculation_id}")
 async def speculation(speculation_id: str, request: Request, after: int = 0) -> dict[str, Any]:
-    """Return how long a speculation has waited for admission, at first and whenever it was preempted.
+    """Return a speculation's queue time, including preemptions.
 
-    The engine tells it with the step in which it begins, and goes on. Null until it has told more than ``after`` times,
-    for which this waits a little.
+    The engine reports it at the start and after each pause. Null until there are more than ``after`` reports, for which
+    the route waits briefly.
     """
     if received.engine() is None:
         raise HTTPException(404, "this server runs without RAGCache")
@@ -153,7 +153,7 @@ async def speculation(speculation_id: str, request: Request, after: int = 0) -> 
 
 @router.post("/speculations/{speculation_id}/confirm", status_code=204)
 async def confirm(speculation_id: str, request: Request) -> None:
-    """Make a speculation's requests real, those to come as well; an unknown id does no harm."""
+    """Make a speculation's requests real, including later ones; an unknown id is ignored."""
     if received.engine() is None:
         raise HTTPException(404, "this server runs without RAGCache")
     own = own_speculation(request, speculation_id)
@@ -161,7 +161,7 @@ async def confirm(speculation_id: str, request: Request) -> None:
 
 
 class PrefetchRequest(BaseModel):
-    """A prompt that may be asked soon, with the salt and the model that it will be asked with."""
+    """A prompt of a possible later request, with its salt and model."""
 
     prompt_token_ids: list[Annotated[int, Field(ge=0, lt=1 << 31, strict=True)]]
     cache_salt: str | None = Field(None, min_length=1, max_length=1024)
@@ -170,7 +170,7 @@ class PrefetchRequest(BaseModel):
 
 @router.post("/prefetch")
 async def prefetch(wanted: PrefetchRequest, request: Request) -> dict[str, int]:
-    """Begin to read what is on disk of a prompt into host memory; return for how many tokens that is.
+    """Begin to read a prompt's blocks from disk into host memory; return the number of tokens.
 
     What is read is dropped as ever when something better comes. A quarter of host memory at most is filled so at a
     time; a prompt that takes more is not read.
@@ -189,7 +189,7 @@ async def prefetch(wanted: PrefetchRequest, request: Request) -> dict[str, int]:
 
 @router.post("/drain")
 async def drain(request: Request) -> dict[str, int]:
-    """Take no more requests from now on; return how many are still being answered."""
+    """Accept no more requests; return the number of running ones."""
     if request.app.state.ragcache_has_peers:
         raise HTTPException(409, "several API servers are not drained together: leave --api-server-count out")
     work: Work = request.app.state.ragcache_work
@@ -199,7 +199,7 @@ async def drain(request: Request) -> dict[str, int]:
 
 @probes.get("/ready")
 async def ready(request: Request) -> Response:
-    """Return 200 where a request would be answered, 503 where the engine has died or the server is about to end."""
+    """Return 200 if a request would be answered, 503 if the engine has crashed or the server is draining."""
     state = request.app.state
     if state.ragcache_work.is_draining or state.ragcache_engine_client.errored:
         return refusal_of_work()
@@ -207,13 +207,13 @@ async def ready(request: Request) -> Response:
 
 
 class RAGCacheEndpoint:
-    """Our entry point in ``vllm.endpoint_plugins``."""
+    """RAGCache's entry point in ``vllm.endpoint_plugins``."""
 
     name = "ragcache"
     required_tasks = None
 
     def attach_router(self, app: FastAPI) -> None:
-        """Add the routes to vLLM's server; before all of them the door, and behind it what looks at bodies."""
+        """Add the routes to vLLM's server, the auth middleware before all of them, then the body checks."""
         app.include_router(router)
         app.include_router(probes)
         app.include_router(prompt_router)
@@ -228,7 +228,7 @@ class RAGCacheEndpoint:
         app.add_middleware(DefaultsHeader)
         app.add_middleware(ResponseStatsMiddleware)
         if tenants is not None and tenants.have_keys:
-            app.state.args.api_key = [""]  # vLLM's own check, which knows one kind of key: the door asks for all
+            app.state.args.api_key = [""]  # vLLM's check knows one kind of key; RAGCache's middleware checks all
         app.state.ragcache_work = Work()
         app.state.ragcache_operator_call = asyncio.Lock()
         app.state.ragcache_has_peers = (app.state.args.api_server_count or 1) > 1
@@ -236,7 +236,7 @@ class RAGCacheEndpoint:
         app.add_middleware(AuthMiddleware, keys=app.state.ragcache_keys, work=app.state.ragcache_work)
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
-        """Keep the way to the engine, for confirmations and cached paths; other routes answer from what it has sent.
+        """Keep the engine client for confirmations and cached prefixes; other routes use received reports.
 
         From now on it is asked whether it makes progress, which :class:`AuthMiddleware` answers on ``/health``.
         The first report is asked for: an engine sends one with a step, and takes none before its first request.

@@ -1,4 +1,4 @@
-"""One answer of a server for its several data-parallel engines."""
+"""Merge the results of a server's data-parallel engines."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _ORDERS: Mapping[str, Callable[[Mapping[str, Any]], float]] = {
 
 
 def merged_contents(answers: Sequence[dict[str, Any]], sort: str, limit: int) -> dict[str, Any]:
-    """Return what engines have of documents as of one: a document that several have is as large as all of it.
+    """Return the merged contents of engines; the sizes of a document in several are added.
 
     ``total`` counts a document once, as far as the engines listed it.
     """
@@ -33,7 +33,7 @@ def merged_contents(answers: Sequence[dict[str, Any]], sort: str, limit: int) ->
 
 
 def merged_pins(answers: Sequence[dict[str, Any]], doc_ids: Sequence[str]) -> PinReceipt:
-    """Return one receipt for those of several engines: what is cached in one of them is known, and pinned in all."""
+    """Return one receipt for several engines: known if cached in one, pinned in all."""
     changed = {doc_id for answer in answers for doc_id in answer["changed"]}
     return PinReceipt(
         changed=tuple(doc_id for doc_id in doc_ids if doc_id in changed),
@@ -45,7 +45,7 @@ def merged_pins(answers: Sequence[dict[str, Any]], doc_ids: Sequence[str]) -> Pi
 
 
 def joined_changes(answers: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return what engines say of their cached paths, side by side: an order is worth what one of them has of it.
+    """Return the engines' cached prefixes side by side, as an order is scored by one engine.
 
     ::
 
@@ -63,7 +63,7 @@ def joined_changes(answers: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def joined_requests(answers: Sequence[dict[str, Any]], limit: int) -> dict[str, Any]:
-    """Return what engines say of their latest requests as one: each with its ``engine``, those that run first."""
+    """Return the engines' latest requests merged, each with its ``engine``, running ones first."""
     requests = [
         {**request, "engine": engine, "id": response_id_of(request["id"])}
         for engine, answer in enumerate(answers)
@@ -78,7 +78,7 @@ def joined_requests(answers: Sequence[dict[str, Any]], limit: int) -> dict[str, 
 
 
 def response_id_of(request_id: str) -> str:
-    """Return a request's id without the eight random digits that vLLM adds inside."""
+    """Return a request's id without vLLM's eight random digits."""
     head, dash, tail = request_id.rpartition("-")
     return head if dash and len(tail) == 8 else request_id
 

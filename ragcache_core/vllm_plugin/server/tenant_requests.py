@@ -1,4 +1,4 @@
-"""Requests with a tenant's key: what they say is made his own before vLLM reads it, and he is told of himself alone."""
+"""Requests with a tenant's key: bodies get the tenant's salt, and responses show only its own data."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ _WITH_SALT = ("/completions", "/v1/ragcache/prefetch")
 _NOT_HIS_HEADERS = (b"content-length", b"transfer-encoding", b"x-vllm-priority")
 """Those of the body that he sent, and vLLM's that would put his request before another tenant's."""
 _PARAMS = (KEY, "prompt_token_ids", "max_offload_tokens")
-"""What of ``kv_transfer_params`` a tenant may say; other names are for transfers between engines."""
+"""Fields of ``kv_transfer_params`` that tenants may send; others are for transfers between engines."""
 
 
 def tenants_of(args: Namespace, keys: Sequence[str]) -> Tenants | None:
-    """Return the tenants that a server was started with; None without any.
+    """Return the tenants of a server; ``None`` without any.
 
     Raises:
         ConfigError: their file cannot be used, or one of the server's own ``keys`` is a tenant's.
@@ -44,17 +44,17 @@ def tenants_of(args: Namespace, keys: Sequence[str]) -> Tenants | None:
 
 
 def check_entry(transfer_config: object, tenants: Tenants | None) -> None:
-    """Refuse to serve where the engine has tenants and the server's door does not know them.
+    """Refuse to serve if the engine has tenants that the server does not know.
 
     Raises:
         ConfigError: it is so.
     """
     if tenants is None and (path := tenants_file(transfer_config)) is not None:
-        raise ConfigError(f"the server does not know the tenants of {path}: start it as 'ragcache serve' does")
+        raise ConfigError(f"the server does not know the tenants of {path}: start it with 'ragcache serve'")
 
 
 def check_same(reports: Sequence[Mapping[str, Any] | None], tenants: Tenants | None) -> None:
-    """Refuse to serve where an engine has read another file of tenants, by its first report.
+    """Refuse to serve if an engine's first report shows another file of tenants.
 
     Raises:
         ConfigError: it is so.
@@ -69,37 +69,37 @@ def check_same(reports: Sequence[Mapping[str, Any] | None], tenants: Tenants | N
 
 
 def tenants_file(transfer_config: object) -> Path | None:
-    """Return the file of tenants that vLLM's ``kv_transfer_config`` names."""
+    """Return the file of tenants in vLLM's ``kv_transfer_config``."""
     return PluginSettings.from_extra_config(extra_config(transfer_config)).tenants
 
 
 def tenant_of(request: Request) -> str | None:
-    """Return the tenant of a request's key; None for an operator's, or on a server without tenants."""
+    """Return the tenant of a request's key; ``None`` for an operator's, or without tenants."""
     tenant: str | None = request.scope.get(TENANT)
     return tenant
 
 
 def own_speculation(request: Request, speculation: str) -> str:
-    """Return the engine's id of a speculation of the request's tenant."""
+    """Return the engine's id of a tenant's speculation."""
     tenant = tenant_of(request)
     return speculation if tenant is None else speculation_of(tenant, speculation)
 
 
 def report_for(tenant: str, report: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a tenant may see of the engine's report: his own figures, in its form."""
+    """Return the tenant's part of the engine's report, in the same format."""
     own = report.get("tenants", {}).get(tenant, {})
     nothing = {"num_nodes": 0, "tiers": [], "hottest_documents": []}
     return {**dict.fromkeys(ENGINE_SERIES, 0), **nothing, "policy": report["policy"], **own}
 
 
 class TenantRequests:
-    """Middleware that puts a tenant's salt into his requests; see :func:`owned_body`."""
+    """Middleware that adds the tenant's salt to requests; see :func:`owned_body`."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Change the bodies of what reads or makes KV; let everything else pass."""
+        """Change the bodies of requests that read or make KV; pass everything else."""
         tenant = scope.get(TENANT)
         if tenant is None or scope["method"] != "POST" or not scope["path"].endswith(_WITH_SALT):
             await self._app(scope, receive, send)
@@ -127,7 +127,7 @@ class TenantRequests:
 
 
 def owned_body(body: bytes, tenant: str, secret: str = "") -> bytes:
-    """Return a request's body as a tenant's: with his salt, his names for speculations, and no priority over others.
+    """Return a request's body as a tenant's: with its salt and speculation names, without priority.
 
     A salt of his own divides his requests further.
 
@@ -160,12 +160,12 @@ def _checked_salt(salt: object) -> str | None:
 
 
 def _refuse_shared_media(messages: object) -> None:
-    """Reject images and sounds by a name: vLLM finds them by it, of any sender."""
+    """Reject images and audio by uuid, with which vLLM finds those of any sender."""
     for message in messages if isinstance(messages, list) else ():
         parts = message.get("content") if isinstance(message, dict) else None
         for part in parts if isinstance(parts, list) else ():
             if isinstance(part, dict) and "uuid" in part:
                 raise ConfigError(
-                    f"a part of a message has the uuid {quoted(part['uuid'])}, under which another tenant may have "
-                    "sent something: leave it out, and send what it names"
+                    f"a part of a message has the uuid {quoted(part['uuid'])}, which another tenant may "
+                    "have used: leave uuid out, and send the content"
                 )

@@ -1,4 +1,4 @@
-"""The shared tier's threads: they query, read and write, and leave the results for the scheduler's thread.
+"""The shared tier's threads: they query, read and write, and pass results to the scheduler's thread.
 
 ::
 
@@ -48,14 +48,14 @@ _MAX_UNDELETED = 200_000  # about 350 bytes each
 
 
 class Inquiry(Transfer):
-    """A query for existing chunks: a chain, in which each depends on those before it, and the chunks beside it.
+    """A query for existing blocks: a chain, each depending on the previous ones, and blocks beside it.
 
     Attributes:
         found: names of existing chunks; complete when it ``is_finished``.
     """
 
     def __init__(self, chain: Sequence[str], beside: Sequence[Sequence[str]]) -> None:
-        """Of each of ``beside``, query as many as are found of the ``chain``."""
+        """Take ``beside``: per entry, query as many as are found of the ``chain``."""
         super().__init__()
         self.chain = chain
         self.beside = beside
@@ -63,17 +63,17 @@ class Inquiry(Transfer):
 
 
 class PutJob(StoreTransfer):
-    """Chunks whose host memory is held until they are copied or abandoned."""
+    """Blocks whose host memory is held until they are copied or abandoned."""
 
     def __init__(self, chunks: list[tuple[str, int, float]]) -> None:
-        """``chunks`` are names, rows of host memory, and times of computation."""
+        """Take ``chunks``: names, rows of host memory, and times of computation."""
         super().__init__(len(chunks), STORE_TIMEOUT_S)
         self.chunks = chunks
 
 
 @dataclass(frozen=True, slots=True)
 class SharedLoad:
-    """A part of a load, and where its objects' times of computation are put, by name."""
+    """A part of a load; it stores its objects' times of computation by name."""
 
     part: LoadPart
     computed_s: dict[bytes, float]
@@ -81,14 +81,14 @@ class SharedLoad:
 
 @dataclass(frozen=True, slots=True)
 class Deletion:
-    """Objects to delete; a deletion that ``is_retried`` is tried until the store does it."""
+    """Objects to delete; if ``is_retried``, until the store succeeds."""
 
     names: Sequence[str] = ()
     is_retried: bool = True
 
 
 class SharedIO:
-    """Owns the store's client and the threads that use it; its methods are the scheduler's thread's, and never wait.
+    """Owns the store's client and its threads. Its methods do not block; only the scheduler's thread calls them.
 
     ``primary_kv_view`` is host memory, ``[num_chunks, chunk_bytes]``; with ``max_bytes`` the objects take no more.
 
@@ -142,7 +142,7 @@ class SharedIO:
     # The scheduler's side
 
     def ask(self, chain: Sequence[str], beside: Sequence[Sequence[str]]) -> Inquiry:
-        """Begin to query which chunks exist; none does while the store rests, or too many queries wait."""
+        """Begin to query which blocks exist; skipped during a pause, or if too many queries wait."""
         inquiry = Inquiry(chain, beside)
         try:
             if self.reads.is_resting:
@@ -153,7 +153,7 @@ class SharedIO:
         return inquiry
 
     def is_answered(self, inquiry: Inquiry) -> bool:
-        """Return whether an inquiry has ended; one that takes too long is abandoned."""
+        """Return whether an inquiry has ended; a slow one is abandoned."""
         if inquiry.is_finished or inquiry.is_abandoned:
             return True
         if time.monotonic() < inquiry.submitted_s + LOOKUP_TIMEOUT_S and not self.reads.is_resting:
@@ -163,7 +163,7 @@ class SharedIO:
         return True
 
     def load(self, names: list[bytes], rows: Sequence[int]) -> tuple[LoadTransfer, dict[bytes, float]]:
-        """Begin to read objects into rows of host memory; return that, and a dict for their times of computation."""
+        """Begin to read objects into host memory; return the load, and a dict for times of computation."""
         computed_s: dict[bytes, float] = {}
         load = LoadTransfer(names, rows, min(max(-(-len(names) // NUM_READERS), 1), self._at_once))
         for part in load.parts:
@@ -171,7 +171,7 @@ class SharedIO:
         return load, computed_s
 
     def is_to_be_abandoned(self, load: LoadTransfer, limit_s: float) -> bool:
-        """Return whether a load stalls, or takes longer than ``limit_s``: then reading rests."""
+        """Return whether a load stalls, or exceeds ``limit_s``: then reading pauses."""
         now_s = time.monotonic()
         if self.reads.is_resting:
             return True
@@ -186,24 +186,24 @@ class SharedIO:
 
     @property
     def can_write(self) -> bool:
-        """Whether writing does not rest after a failure."""
+        """Whether writing is not paused after a failure."""
         return not self.writes.is_resting
 
     def wake(self) -> None:
-        """Do nothing: no thread waits for a store that was released."""
+        """Do nothing, as no thread waits for released stores."""
 
     def load_s(self, num_chunks: int) -> float | None:
-        """Return how long a load of chunks takes, by recent reads; None if that is unknown."""
+        """Return the estimated seconds of a load, from recent reads; ``None`` if unknown."""
         bytes_per_s = self._rate.bytes_per_s(time.monotonic())
         return num_chunks * self._objects.chunk_bytes / bytes_per_s if bytes_per_s else None
 
     def unknown(self, chunks: list[tuple[str, int, float]]) -> list[tuple[str, int, float]]:
-        """Return the chunks that are not known to exist."""
+        """Return the blocks that are not known to exist."""
         with self._lock:
             return [chunk for chunk in chunks if chunk[0] not in self._known]
 
     def put(self, chunks: list[tuple[str, int, float]]) -> PutJob:
-        """Begin to write chunks."""
+        """Begin to write blocks."""
         job = PutJob(chunks)
         with self._lock:
             self._num_waiting += len(chunks)
@@ -211,12 +211,12 @@ class SharedIO:
         return job
 
     def drop(self, num_chunks: int) -> None:
-        """Count chunks that are not written."""
+        """Count blocks that are not written."""
         with self._lock:
             self.num_dropped += num_chunks
 
     def unlearn(self, names: Sequence[str]) -> None:
-        """Have missing or unusable objects written again."""
+        """Let missing or invalid objects be written again."""
         with self._lock:
             for name in names:
                 self._known.pop(name, None)
@@ -246,12 +246,12 @@ class SharedIO:
 
     @property
     def num_waiting(self) -> int:
-        """Chunks that wait for the writer; no longer than the store is tried."""
+        """Number of blocks that wait for the writer, at most as long as the store is tried."""
         return self._num_waiting
 
     @property
     def num_known(self) -> int:
-        """Objects known to exist, at least at the last query for them."""
+        """Number of objects known to exist, as of the last query."""
         return len(self._known)
 
     def close(self) -> None:
@@ -266,8 +266,8 @@ class SharedIO:
             thread.join(max(ends_s - time.monotonic(), 0.0))
         if num_pending := self.num_undeleted:
             logger.warning(
-                "RC-SHARED-UNDELETED: RAGCache's shared store may still have %d forgotten chunks: delete what begins "
-                "with %s",
+                "RC-SHARED-UNDELETED: the shared store may still hold %d deleted chunks: delete the "
+                "keys that begin with %s",
                 num_pending,
                 self._objects.prefix,
             )
@@ -361,7 +361,7 @@ class SharedIO:
                 self._take_in(change)
             if self._undeleted and not self.writes.is_resting:
                 self._delete()
-            if isinstance(change, PutJob):  # last: else a deletion from before would take what is new
+            if isinstance(change, PutJob):  # after the write, or an earlier deletion would delete the new object
                 self._put(change)
 
     def _put(self, job: PutJob) -> None:
@@ -401,11 +401,11 @@ class SharedIO:
         return f"{brief(error)}: {self._store.cure_of(error)}"
 
     def _is_out_of_time(self) -> bool:
-        """Return whether the engine ends, and has waited long enough for what is written."""
+        """Return whether the engine ends, and has waited long enough for writes."""
         return self._ends_s is not None and time.monotonic() > self._ends_s
 
     def _take_in(self, deletion: Deletion) -> None:
-        """Queue a deletion, once for each name: an engine without its store keeps a bounded number."""
+        """Queue a deletion, once per name and bounded."""
         if not deletion.is_retried:
             self._delete_once(deletion.names)
             return
@@ -443,7 +443,7 @@ class SharedIO:
             self.writes.fail(error)
 
     def _disable(self) -> None:
-        """Stop using the store: the objects that must not be read are too many to keep."""
+        """Stop using the store, as too many objects must not be read."""
         is_first, self.is_disabled = not self.is_disabled, True
         with self._lock:
             self._undeleted.clear()

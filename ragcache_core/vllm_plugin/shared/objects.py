@@ -1,4 +1,4 @@
-"""The objects of a shared store: a chunk's bytes, their age, and a checksum.
+"""The objects of a shared store: a block's bytes, its age, and a checksum.
 
 ::
 
@@ -38,7 +38,7 @@ _DIGEST_BYTES = 16
 
 
 class Objects:
-    """Names, packs and unpacks the objects of one identity; another identity or format has other names.
+    """Names, packs and unpacks the objects of one namespace; other namespaces and formats have other names.
 
     Args:
         identity: everything that a chunk's bytes depend on besides its key, the same on every machine.
@@ -62,12 +62,12 @@ class Objects:
         self._is_unpackable_logged = False
 
     def name_of(self, chunk: bytes) -> str:
-        """Return the name of a chunk's object."""
+        """Return the name of a block's object."""
         name = chunk if self._keys is None else self._keys.name_of(chunk)
         return f"{self.prefix}/{name.hex()}"
 
     def pack(self, name: str, payload: bytes, computed_s: float) -> bytes:
-        """Return the object of a chunk."""
+        """Return the object of a block."""
         record: bytes | memoryview = payload
         if self._compression is not None:
             (record,) = self._compression.pack([memoryview(payload)])
@@ -77,7 +77,7 @@ class Objects:
         return packed if self._keys is None else self._keys.encrypt(packed, name.encode())
 
     def unpack(self, name: str, data: bytes | memoryview) -> tuple[np.ndarray, float] | None:
-        """Return a chunk's bytes and their time of computation; None unless they were packed under ``name``."""
+        """Return a block's bytes and time of computation; ``None`` unless packed under ``name``."""
         packed = data if self._keys is None else self._keys.decrypt(data, name.encode())
         if packed is None or len(packed) < _RECORD.size + _DIGEST_BYTES:
             return None
@@ -94,12 +94,12 @@ class Objects:
         return (payload, computed_s) if payload is not None and math.isfinite(computed_s) else None
 
     def record_write(self, num_bytes: int, seconds: float) -> None:
-        """Record how long it took to store objects."""
+        """Record the duration of storing objects."""
         if self._compression is not None:
             self._compression.record_write(num_bytes, seconds)
 
     def _payload(self, record: memoryview, codec: int) -> np.ndarray | None:
-        """Return the bytes of a chunk; None where they are not, or the codec is unknown here."""
+        """Return the bytes of a block; ``None`` if missing, or the codec is unknown."""
         if codec == _RAW:
             return np.frombuffer(record, np.uint8) if len(record) == self.chunk_bytes else None
         if codec != _PACKED:

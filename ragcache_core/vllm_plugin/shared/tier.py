@@ -1,4 +1,4 @@
-"""The shared tier: a store below host memory that engines on several machines read and write.
+"""The shared tier: a store below host memory that engines on several machines use.
 
 An engine loads KV that another one has computed. Engines do not track the store's contents: a request that needs more
 than its engine's own tiers hold waits while the store is queried, once. The store decides what it evicts, and when.
@@ -47,7 +47,7 @@ _SHORTEST_LIMIT_S = 0.2
 
 @dataclass(slots=True)
 class _StoreQuery:
-    """A request's query to the store, and the chunks that it may load.
+    """A request's query to the store, and the blocks that it may load.
 
     Attributes:
         inquiry: the query.
@@ -79,19 +79,19 @@ class SharedTier(TransferTier):
         key_file: str | None = None,
         max_bytes: int | None = None,
     ) -> None:
-        """Begin to use the store at ``url``, which need not answer yet.
+        """Start using the store at ``url``, which need not answer yet.
 
         Args:
-            spec: has the controller and the identity of what is stored.
+            spec: has the controller and the cache namespace.
             host_memory: rows of host memory, ``[num_rows, block_bytes]``.
-            url: of the store.
+            url: URL of the store.
             ttl_s: seconds after which the store deletes an object.
-            key_file: has the keys of encrypted objects.
-            max_bytes: that the objects of this model may take in the store, whichever engine stored them.
+            key_file: keys of encrypted objects.
+            max_bytes: maximum bytes of this model's objects in the store, from all engines.
 
         Raises:
-            ConfigError: it cannot be used at all, nothing tells the model's weights from others, there is no key in
-                ``key_file``, or ``max_bytes`` holds less than two blocks.
+            ConfigError: the store is not usable, the identity of the model's weights is unknown, ``key_file`` has no
+                key, or ``max_bytes`` is less than two blocks.
         """
         assert spec.controller is not None
         num_rows, block_bytes = host_memory.shape  # type: ignore[misc]  # typeshed: of any length
@@ -158,7 +158,7 @@ class SharedTier(TransferTier):
         return self._io.num_waiting > 0 or self._figures() != self._counted
 
     def drain(self) -> None:
-        """Stop all use of host memory by the tier: loads and stores in flight are abandoned."""
+        """End all uses of host memory; loads and stores in flight are abandoned."""
         self._abandon_loads()
         for store in self._stores.values():
             store.release()
@@ -179,33 +179,33 @@ class SharedTier(TransferTier):
 
     @property
     def is_serving(self) -> bool:
-        """Whether the store is queried now: it is in use, and has not failed lately."""
+        """Whether the store is in use, and has not failed recently."""
         return self._is_used and not self._io.reads.is_resting
 
     @property
     def num_known_blocks(self) -> int:
-        """Blocks that this engine has put or found there."""
+        """Number of blocks that this engine has stored or found there."""
         return self._io.num_known
 
     @property
     def capacity_bytes(self) -> int:
-        """Bytes that this model's blocks may take in the store; 0 without a limit of the engine's own."""
+        """Bytes that this model's blocks may take in the store; 0 without a limit by the engine."""
         return 0 if self._io.quota is None else self._io.quota.max_bytes
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of all blocks when the store was listed last, and of those put since; without a limit of known ones."""
+        """Bytes of all blocks at the last listing, and of those stored since; without a limit, of known ones."""
         return self.num_known_blocks * self.block_bytes if self._io.quota is None else self._io.quota.used_bytes
 
     @property
     def num_evicted_blocks(self) -> int:
-        """Blocks that this engine has deleted to keep the limit."""
+        """Number of blocks that this engine has deleted to keep the limit."""
         return 0 if self._io.quota is None else self._io.quota.num_deleted
 
     # A holder of what may be forgotten
 
     def forget(self, forgotten: Forgotten) -> Freed:
-        """Have the store delete all units that this engine knows.
+        """Delete all known blocks from the store.
 
         Another engine, or this one before a restart, may have stored any of them, so all are deleted. Only the deletion
         of expired KV is not retried: it is a miss wherever it is read.
@@ -221,11 +221,11 @@ class SharedTier(TransferTier):
         return Freed()
 
     def num_pending(self) -> int:
-        """Return how many objects are not deleted yet."""
+        """Return the number of objects with pending deletion."""
         return self._io.num_undeleted
 
     def deletion_problem(self) -> str | None:
-        """Return why the store may keep deleted KV: it cannot delete it now."""
+        """Return why the store may keep deleted KV: it cannot delete now."""
         if self._io.is_disabled:
             return (
                 f"the shared store {self.url} has not deleted what was forgotten, and is used no more: before the next "
@@ -288,7 +288,7 @@ class SharedTier(TransferTier):
         return self._objects.name_of(self._groups.chunk_name(key))
 
     def _ask(self, units: Sequence[Key]) -> Inquiry:
-        """Begin to query which chunks of ``units`` exist."""
+        """Begin to query which of ``units`` exist."""
         chain, *beside = (
             [self._name_of(OffloadKey(key)) for key in offload_keys(units, group)]
             for group in (self._groups.main, *self._groups.others)
@@ -296,7 +296,7 @@ class SharedTier(TransferTier):
         return self._io.ask(chain, beside)
 
     def _weigh(self, query: _StoreQuery, request_id: str) -> None:
-        """Take over the store's answer, or none of it if recomputing is faster than loading."""
+        """Use the store's answer, unless recomputing is faster than loading."""
         inquiry, state = query.inquiry, self._controller.state_of(request_id)
         found = inquiry.found if inquiry.is_finished else set()
         query.found = {name for name in found if not self._io.is_leaving(name)}

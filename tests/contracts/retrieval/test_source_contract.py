@@ -174,7 +174,7 @@ def test_a_source_is_returned_as_it_is() -> None:
 
 @pytest.mark.parametrize("other", ["a string", 3, None, DocumentStore, object()], ids=lambda it: type(it).__name__)
 def test_what_has_no_stages_is_refused(other: object) -> None:
-    with pytest.raises(ConfigError, match="is no source of stages: pass a DocumentStore"):
+    with pytest.raises(ConfigError, match="is not a staged retriever: pass a DocumentStore"):
         as_source(other)
 
 

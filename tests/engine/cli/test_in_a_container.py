@@ -6,6 +6,7 @@ Docker's ``--tmpfs`` does, and a folder stands for the image's volume.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -57,9 +58,10 @@ def why_no_container(folder: Path, volume: Path) -> str | None:
 
 
 @contextmanager
-def container(folder: Path, volume: Path, output: Path, port: int) -> Iterator[subprocess.Popen[bytes]]:
+def container(folder: Path, volume: Path, output: Path, port: int, live: int) -> Iterator[subprocess.Popen[bytes]]:
     """Run ``ragcache serve`` over the demo model in a container, on every address and with a key of ours."""
     command = ["serve", str(DEMO_MODEL), "--host", "0.0.0.0", "--port", str(port), "--log", "-", "--drain", "120"]
+    command += ["--probe-port", str(live), "--log-format", "json"]
     sizes = ["--kv-cache-bytes", "16MiB", "--host-bytes", str(HOST_BYTES), "--block-size", "32"]
     of_image = {name: value.replace("/cache", str(volume), 1) for name, value in CACHE_FOLDERS}
     vllm_args = ["--", "--max-model-len", "2048", "--dtype", "float32"]
@@ -92,7 +94,7 @@ def test_a_container_serves_answers_its_probes_and_drains(tmp_path: Path) -> Non
     volume.mkdir()
     if (why := why_no_container(folder, volume)) is not None:
         pytest.skip(f"no namespace can be made here: {why}")
-    port = free_port("127.0.0.1")
+    port, live = free_port("127.0.0.1"), free_port("127.0.0.1")
     url = f"http://127.0.0.1:{port}"
 
     def probe(path: str) -> int:
@@ -101,9 +103,17 @@ def test_a_container_serves_answers_its_probes_and_drains(tmp_path: Path) -> Non
         except httpx.TransportError:
             return 0
 
-    with container(folder, volume, output, port) as process:
+    def is_alive(state: str) -> bool:
+        """Return whether the liveness probe is answered with a state; any answer is a success for it."""
+        return bool(
+            httpx.get(f"http://127.0.0.1:{live}/live", timeout=10.0).raise_for_status().json() == {"state": state}
+        )
+
+    with container(folder, volume, output, port, live) as process:
         said = lambda: output.read_text(errors="replace")  # noqa: E731
-        assert until(lambda: "ready: Ctrl-C" in said() or process.poll() is not None, STARTUP_S)
+        assert until(lambda: bool(said()), 60.0)
+        assert is_alive("loading")
+        assert until(lambda: '"url"' in said() or process.poll() is not None, STARTUP_S)
         assert process.poll() is None, said()[-2000:]
         assert (probe("/ready"), probe("/health")) == (200, 200)
         assert httpx.post(f"{url}/v1/completions", json={}).status_code == 401
@@ -117,12 +127,19 @@ def test_a_container_serves_answers_its_probes_and_drains(tmp_path: Path) -> Non
             assert again.text == first
             assert (again.stats.num_host_tokens or 0) > 0
 
+            engine_core(psutil.Process(process.pid)).kill()
+            assert until(lambda: is_alive("restarting"), 30.0), "a liveness probe kills no engine that loads again"
+            assert probe("/ready") != 200
+            assert until(lambda: is_alive("ready"), STARTUP_S)
+            assert engine.generate(documents[0], max_tokens=4).text == first
+
             running = engine.stream("Document: Zorval", max_tokens=300, extra_body={"ignore_eos": True})
             next(running)
             core = engine_core(psutil.Process(process.pid))
             core.suspend()
             process.send_signal(signal.SIGTERM)
             assert until(lambda: probe("/ready") == 503, 30.0)
+            assert is_alive("stopping")
             assert probe("/health") == 200, "it is alive, and must not be killed"
             refused = httpx.post(f"{url}/v1/completions", json={}, headers={"Authorization": f"Bearer {KEY}"})
             assert (refused.status_code, refused.headers["Retry-After"]) == (503, "2")
@@ -134,5 +151,7 @@ def test_a_container_serves_answers_its_probes_and_drains(tmp_path: Path) -> Non
         _, alive = psutil.wait_procs(tree, timeout=10.0)
         assert not alive
     written = output.read_text(errors="replace")
+    lines = [json.loads(line) for line in written.splitlines()]
+    assert "RC-ENGINE-RESTARTS" in {line.get("event") for line in lines}
     assert "Starting vLLM server" in written, "the log is on standard output"
-    assert "ragcache: stopping: running requests have 120 s" in written
+    assert "stopping: running requests have 120 s" in written

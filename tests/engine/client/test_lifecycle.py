@@ -142,7 +142,7 @@ def test_an_engine_that_hangs_is_restarted_and_every_request_recovers_that_can(t
             ahead = speculate(engine, lambda: engine.generate("Document: Tenrik", max_tokens=5))
             joined = asyncio.create_task(engine.agenerate("Document: Tenrik", max_tokens=5))
             await asyncio.sleep(0.5)  # it has joined what gives no token
-            with pytest.raises(EngineDiedError, match="ask again"):
+            with pytest.raises(EngineDiedError, match="send the request again"):
                 while True:
                     await anext(stream)
             for first, rest, whole in zip(begun, going_on, greedy, strict=True):

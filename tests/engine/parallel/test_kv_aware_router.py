@@ -123,3 +123,9 @@ def test_requests_go_to_the_engine_that_has_their_prompt_in_any_tier(replicas: R
     for engine in replicas.engines:
         assert until(lambda engine=engine: all(tier.num_blocks for tier in engine.stats().tiers))
     assert places(replicas, router, names) == homes
+    replicas.engines[0].close()
+    replicas.engines[0] = replicas.launch(0)  # its events begin at 0 again
+    later = [f"later-{i}" for i in range(6)]
+    for name, home in zip(later, homes, strict=False):
+        ask(replicas.engines[home].base_url.removesuffix("/v1"), name)
+    assert places(replicas, router, later) == homes[: len(later)]

@@ -139,7 +139,7 @@ REFUSALS = {
         lambda: check_engine(beside({"kv_connector": "OffloadingConnector"})),
         "connectors has OffloadingConnector",
         "which would write into RAGCache's host memory",
-        "leave it out, host_bytes is in its place",
+        "leave it out, and set host_bytes instead",
     ),
     "vLLM's offloading beside, for Engine.launch": Refusal(
         lambda: CacheConfig(connectors=({"kv_connector": "OffloadingConnector"},)),

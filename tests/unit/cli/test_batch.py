@@ -149,7 +149,7 @@ BROKEN = {
     "{": "no JSON",
     "[1]": "no JSON object",
     '{"id": "x"}': 'neither a "question" nor a "body"',
-    '{"question": " "}': "ask something",
+    '{"question": " "}': "give a text",
     '{"question": "Why?", "id": {}}': "the id is {}",
     '{"question": "Why?", "id": "first"}': "is that of line 1",
     '{"question": "\\ud800?"}': "the question",
@@ -333,13 +333,13 @@ def test_what_cannot_work_is_known_before_an_engine_is_started(
         (2, "Give --store", [str(questions), *out, *model]),
         (2, "leave out --store, --k and --document-order", [str(chats), *at_store, *out, *model]),
         (2, "--document-order", [str(questions), *at_store, *out, *model, "--document-order", "cluster"]),
-        (2, "already has its tokenizer", [str(questions), *at_store, *out, "--url", "http://x", "--tokenizer", "t"]),
+        (2, "names a running one", [str(questions), *at_store, *out, "--url", "http://x", "--tokenizer", "t"]),
         (1, "holds no request", [str(empty), *out, *model]),
         (1, "cannot be read", [str(tmp_path / "none.jsonl"), *out, *model]),
         (1, "use a smaller --k", [str(questions), *at_store, *out, *model, "--k", "9"]),
         (1, "is no directory", [str(questions), *at_store, "--output", str(questions / "x" / "out"), *model]),
         (1, "would overwrite", [str(questions), *at_store, "--output", str(questions), *model]),
-        (1, "is no regular file", [str(questions), *at_store, "--output", "/dev/null", *model]),
+        (1, "is not a regular file", [str(questions), *at_store, "--output", "/dev/null", *model]),
     ]
     before = questions.read_bytes()
     for status, reason, given in cases:

@@ -90,7 +90,7 @@ def test_prune_removes_the_documents_of_files_that_are_gone_and_of_no_others(not
     assert ids(notes) == {"mel.txt", "sea.txt", "zor.txt"}
     assert "former" not in index(notes, "--prune").stdout
     (notes / "zor.txt").write_text("Zor has changed.")
-    assert "replace what has changed with --update" in index(notes, "--prune").stderr
+    assert "replace them with --update" in index(notes, "--prune").stderr
 
 
 def test_what_is_replaced_or_removed_is_forgotten_and_nothing_else(notes: Path, server: ScriptedServer) -> None:
@@ -132,7 +132,7 @@ def test_a_server_that_does_not_answer_leaves_the_store_as_it_was(notes: Path) -
     assert result.exit_code == 1
     assert "no engine answers" in result.stderr
     assert "1 document added" not in index(notes).stdout
-    assert "replace what has changed" in index(notes).stderr
+    assert "replace them" in index(notes).stderr
 
 
 def test_a_failure_after_the_change_is_reported_with_the_command_to_finish_it(

@@ -83,7 +83,7 @@ def test_changed_documents_need_update(notes: Path) -> None:
     result = index(notes)
     assert result.exit_code == 1
     assert "'mel.txt'" in result.stderr
-    assert "replace what has changed with --update" in result.stderr
+    assert "replace them with --update" in result.stderr
     assert stored(notes) == before
 
 

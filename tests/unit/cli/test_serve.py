@@ -36,13 +36,14 @@ class FakeEngine:
     num_closed: int = 0
     drained_s: list[float] = field(default_factory=list)
     end_of_drain: BaseException | None = None
+    ends_in_time: bool = True
 
     def drain(self, timeout_s: float) -> bool:
         assert not self.num_closed
         self.drained_s.append(timeout_s)
         if self.end_of_drain is not None:
             raise self.end_of_drain
-        return True
+        return self.ends_in_time
 
     def num_restarts(self) -> int:
         if not self.readings:
@@ -101,6 +102,13 @@ def test_sigterm_lets_running_requests_end_and_is_no_error(monkeypatch: pytest.M
         result = run(monkeypatch, engine, *options)
         assert (result.exit_code, engine.drained_s, engine.num_closed) == (0, [seconds], 1)
         assert result.stderr.endswith(f"ragcache: stopping: running requests have {seconds:g} s\n")
+
+
+def test_requests_that_do_not_end_in_time_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = FakeEngine([0], SystemExit(143), ends_in_time=False)
+    result = run(monkeypatch, engine)
+    assert (result.exit_code, engine.num_closed) == (0, 1)
+    assert result.stderr.endswith("ragcache: warning: requests that still run are cut\n")
 
 
 @pytest.mark.parametrize("end", [SystemExit(143), KeyboardInterrupt()], ids=["SIGTERM", "Ctrl-C"])

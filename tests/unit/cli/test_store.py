@@ -90,7 +90,7 @@ def test_a_directory_that_is_not_mounted_is_not_taken_for_empty(notes: Path, tmp
     notes.rename(tmp_path / "elsewhere")
     result = run("store", "prune", store=store_of(notes))
     assert result.exit_code == 1
-    assert f"none of the 5 files of {notes} is there: mount it, or" in result.stderr
+    assert f"none of the 5 files of {notes} exists: mount the directory, or" in result.stderr
     assert ids(notes) == ALL | {"oru.txt"}
     assert "8 documents removed; it holds 1 document" in run("store", "prune", str(notes), store=store_of(notes)).stdout
     unknown = run("store", "prune", str(tmp_path / "elsewhere"), store=store_of(notes))

@@ -207,7 +207,7 @@ def test_an_engine_with_chunk_reuse_is_warmed_by_single_documents(
         ("--from-log", "Where is Zor?\n\xff", "log:2: not UTF-8"),
         ("--trace", "", "no line of the log|the trace is empty|no request"),
         ("--trace", '{"t": 0, "docs": [], "doc_tokens": [], "question_tokens": 5, "output_tokens": 1}\n',
-         "no request of it retrieves a document"),
+         "none of its requests retrieves a document"),
         ("--trace", '{"t": 0, "docs": ["strange"], "doc_tokens": [5], "question_tokens": 5, "output_tokens": 1}\n',
          "none of the 1 documents of .* is in .*rivers.store, 'strange' for one"),
     ],

@@ -14,7 +14,7 @@ from ragcache_core.cli.commands.stats import TEXT, reading_view
 from ragcache_core.client import Engine
 from ragcache_core.errors import ConfigError
 from ragcache_core.runtime.terminal import plain
-from ragcache_core.stats import EngineStats
+from ragcache_core.stats import ChunkKindStats, EngineStats
 from tests.support.asking_ahead import warm
 from tests.support.scripted_server import THREE_TIERS, ScriptedServer
 from tests.support.waiting import until
@@ -113,11 +113,18 @@ def test_an_answer_reports_what_was_reused_and_counts_what_was_computed_for_it(
 def test_the_engine_reports_which_chunks_it_keeps(engine: Engine, server: ScriptedServer) -> None:
     assert engine.stats().chunks is None
     assert "chunk" not in "".join(line for line in lines_of(engine.stats()) if "disk blocks" not in line)
-    server.cache = {**THREE_TIERS, "chunks": CHUNKS}
+    kind = {"kind": "faq", "num_answers": 1300, "num_approximate": 1200, "num_audits": 400, "num_errors": 3}
+    kind |= {"alpha": 1.19, "error_rate": 0.0075, "error_bound": 0.018, "is_stopped": False}
+    server.cache = {**THREE_TIERS, "chunks": {**CHUNKS, "kinds": [kind]}}
     reading = engine.stats()
-    assert reading.chunks == ChunkStats(**CHUNKS)  # type: ignore[arg-type]  # as the engine sends them: numbers and a truth
-    assert reading.to_dict()["chunks"] == CHUNKS
+    kinds = (ChunkKindStats(**kind),)  # type: ignore[arg-type]
+    assert reading.chunks == ChunkStats(**CHUNKS, kinds=kinds)  # type: ignore[arg-type]  # as the engine sends them
+    assert reading.to_dict()["chunks"] == {**CHUNKS, "kinds": (kind,)}
     lines = lines_of(reading)
+    assert (
+        "kind faq         1,200 of 1,300 answers approximate, 3 of 400 audited answers differed; alpha 1.19, "
+        "error rate at most 1.8%"
+    ) in lines
     tokens = "900 tokens reused, 300 recomputed, 70 in approximate prefixes"
     assert f"chunk reuse      5 chunks of 2 requests: {tokens}; 12 requests answered exactly" in lines
     assert (

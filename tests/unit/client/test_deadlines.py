@@ -232,7 +232,7 @@ def test_a_prompt_whose_tokens_the_server_does_not_report_is_sent_as_it_is(
     plan = planned(engine, 0.001)
     assert plan.extra_body == planned(engine, None).extra_body
     assert plan.deadline is not None
-    assert "does not tell the tokens" in plan.deadline.why
+    assert "does not report the tokens" in plan.deadline.why
 
 
 def test_who_reports_how_documents_are_reused_cannot_leave_it_to_a_deadline(engine: Engine) -> None:

@@ -405,3 +405,11 @@ def test_a_name_that_the_hub_does_not_have_is_named_with_what_to_do(owner: Owner
     assert message.startswith("model 'no-such/model' was not found: ")
     assert "hf download no-such/model" in message
     assert said not in message
+
+
+def test_a_full_disk_at_the_start_is_named_with_its_folder(owner: Owner, tmp_path: Path) -> None:
+    said = "OSError: [Errno 28] No space left on device"
+    owner.failure = EngineStartError(f"the engine ended with exit status 1 before it was ready: {said}")
+    folder = tmp_path / "compiled" / "vllm"
+    with pytest.raises(EngineStartError, match=f"no space is left .*VLLM_CACHE_ROOT={folder} .* MiB free"):
+        owner.launch(CacheConfig(host_bytes="1GiB"), env={"VLLM_CACHE_ROOT": str(folder)})

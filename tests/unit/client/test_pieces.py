@@ -219,13 +219,13 @@ def test_what_is_not_a_vllm_server_is_refused(page: httpx.Response) -> None:
         return page
 
     http = httpx.Client(transport=httpx.MockTransport(answer))
-    with pytest.raises(EngineError, match="no vLLM server"):
+    with pytest.raises(EngineError, match="not a vLLM server"):
         ServerAPI("http://x/v1", "key", http).model_card()
 
 
 def test_an_answer_that_stops_in_the_middle_is_not_taken_for_a_whole_one() -> None:
     reader = AnswerReader(RequestPlan())
-    with pytest.raises(EngineDiedError, match="ended in the middle"):
+    with pytest.raises(EngineDiedError, match="ended the answer early"):
         reader.stats()
 
 

@@ -584,7 +584,7 @@ async def test_what_is_no_document_is_an_error_with_its_hint() -> None:
     async def updates() -> AsyncIterator[Any]:
         yield replace(update("ab", 3), documents=(document("a"), None))
 
-    with pytest.raises(SearchError, match="stage 3 of the search found None: yield Documents only"):
+    with pytest.raises(SearchError, match="stage 3 of the search yielded None: yield Documents only"):
         await run_pipeline(updates(), None, None)
 
 

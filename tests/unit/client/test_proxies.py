@@ -17,7 +17,7 @@ import pytest
 
 from ragcache_core.client import Engine
 from ragcache_core.client.http.affinity import ProxyAffinity, RequestInfo
-from ragcache_core.errors import EngineAuthError
+from ragcache_core.errors import EngineAuthError, EngineUnreachableError
 from ragcache_core.prompt import PromptLayout, RenderedPrompt
 from ragcache_core.routing.load import PromptInfo
 from ragcache_core.types import Document
@@ -51,7 +51,8 @@ def configured(kind: str, urls: list[str], folder: Path) -> tuple[str, list[str]
     address, metrics = free_address(), free_address()
     if kind == "vllm-router":
         port, second = address.rpartition(":")[2], metrics.rpartition(":")[2]
-        run = ["vllm-router", "--policy", "consistent_hash", "--host", "127.0.0.1", "--port", port, "--api-key", "key"]
+        run = ["vllm-router", "--policy", "consistent_hash", "--health-check-interval-secs", "1", "--api-key", "key"]
+        run += ["--host", "127.0.0.1", "--port", port]
         return address, [*run, "--help"], [*run, "--prometheus-port", second, "--worker-urls", *urls]
     name = {"haproxy": "haproxy.cfg", "nginx": "nginx.conf"}[kind]
     text = (EXAMPLES / name).read_text("utf-8")
@@ -190,9 +191,27 @@ def test_what_a_replica_that_dies_had_not_begun_is_answered_by_another(
     engine: Engine, servers: list[ScriptedServer]
 ) -> None:
     engine.generate(prompt(engine, "a"))
+    shown = prompt(engine, "a", question="And now?")
     one_that(servers, lambda server: server.requests).__exit__()
-    assert engine.generate(prompt(engine, "a", question="And now?")).text
+    assert engine.generate(shown).text
     assert all(server.requests for server in servers)
+
+
+def test_the_tokens_of_prompts_are_asked_of_every_replica_and_of_no_dead_one(
+    engine: Engine, servers: list[ScriptedServer]
+) -> None:
+    for name in NAMES:
+        prompt(engine, name)
+    assert all(server.laid_out for server in servers), "no replica lays out all prompts"
+    servers[0].__exit__()
+
+    def is_told() -> bool:
+        try:
+            return all(prompt(engine, name, question=f"What of {name} now?").token_ids for name in NAMES)
+        except EngineUnreachableError:
+            return False
+
+    assert until(is_told, 30)
 
 
 def test_one_server_without_a_proxy_gets_the_same_answers_and_headers_of_an_application_stay(

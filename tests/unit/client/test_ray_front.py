@@ -428,5 +428,5 @@ async def test_a_replica_is_well_while_its_engine_is(servers: list[ScriptedServe
             await replica.check_health()
         server.hang = None
         server.is_healthy = False
-        with pytest.raises(EngineError, match="replica-0 is not well"):
+        with pytest.raises(EngineError, match="replica-0 is unhealthy"):
             await replica.check_health()

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from ragcache_core import Document, PromptLayout
 from ragcache_core.client import Engine
 from ragcache_core.client.http.remote_server import RemoteServerMonitor
 from ragcache_core.errors import ConfigError, EngineHungError, EngineUnreachableError
@@ -65,6 +66,17 @@ def test_a_request_that_does_not_wait_logs_nothing(server: ScriptedServer, caplo
     with connect(server, restart_timeout_s=0) as engine, pytest.raises(EngineUnreachableError):
         engine.generate("a question")
     assert caplog.text == ""
+
+
+def test_the_tokens_of_a_prompt_wait_for_their_server_as_its_answer_would(demo_model: str) -> None:
+    with ScriptedServer(root=demo_model) as server:
+        engine = connect(server)
+    port = int(server.url.rpartition(":")[2].partition("/")[0])
+    with engine, ThreadPoolExecutor(1) as threads:
+        shown = threads.submit(PromptLayout().render, engine.tokenizer, [Document("one", "The first text.")], "Who?")
+        time.sleep(0.5)  # it is refused meanwhile
+        with ScriptedServer(root=demo_model, port=port):
+            assert "one" in {segment.doc_id for segment in shown.result(30).segments}
 
 
 def test_figures_of_a_server_that_is_gone_are_not_waited_for(server: ScriptedServer) -> None:

@@ -216,7 +216,7 @@ def test_an_engine_that_goes_on_otherwise_is_an_error_and_no_wrong_answer() -> N
     stream.read(data[: data.find(b'"finish_reason": "')])
     rest = rest_after(stream)
     assert rest is not None
-    with pytest.raises(EngineDiedError, match="otherwise"):
+    with pytest.raises(EngineDiedError, match="generated another text"):
         stream.read(GreedyServer(("one", " TWO", " SIX")).answer(json.loads(rest.content)))
 
 
@@ -226,7 +226,7 @@ def test_a_successor_that_has_less_to_say_than_was_said_is_an_error() -> None:
     stream.read(data[: data.find(b'"finish_reason": "')])
     rest = rest_after(stream)
     assert rest is not None
-    with pytest.raises(EngineDiedError, match="otherwise"):
+    with pytest.raises(EngineDiedError, match="generated another text"):
         stream.read(GreedyServer(("one", " two")).answer(json.loads(rest.content)))
 
 

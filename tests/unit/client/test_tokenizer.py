@@ -95,7 +95,7 @@ def test_a_server_that_reports_no_tokens_is_a_named_error() -> None:
     with ScriptedServer() as server, Engine.connect(server.url) as engine:
         assert engine.generate("Who?", max_tokens=2).text
         for ask in (lambda: engine.tokenize("Who?"), lambda: PromptLayout().render(engine.tokenizer, [SUN], "Why?")):
-            with pytest.raises(TokenizerUnavailableError, match="does not tell the tokens"):
+            with pytest.raises(TokenizerUnavailableError, match="does not report the tokens"):
                 ask()
 
 

@@ -307,7 +307,7 @@ def test_without_resumption_the_error_is_raised(server: FakeServer, ask: Ask) ->
 @both
 def test_a_server_that_refuses_the_rest_of_an_answer_is_reported(server: FakeServer, ask: Ask) -> None:
     server.script = [greedy("one two three", "three"), our_mistake]
-    with pytest.raises(EngineDiedError, match="its successor answered 500"):
+    with pytest.raises(EngineDiedError, match="answered the continuation with status 500"):
         ask(server, FakeWatch("restarts"), GREEDY)
 
 
@@ -425,7 +425,7 @@ def test_waiting_for_a_restart_ends_with_the_requests_own_timeout(server: FakeSe
     server.script, watch = [cut, cut], NeverBack("never")
     with (
         httpx.Client(transport=RetryingTransport(watch), timeout=0.2) as client,
-        pytest.raises(httpx.ReadTimeout, match=r"not back after 0\.2 s"),
+        pytest.raises(httpx.ReadTimeout, match=r"did not answer again within 0\.2 s"),
     ):
         client.post(server.url, content=b"prompt")
 

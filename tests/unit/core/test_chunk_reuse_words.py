@@ -26,6 +26,20 @@ def test_chunks_need_host_memory() -> None:
         CacheConfig(chunk_reuse=ChunkReuse(), host_bytes=0)
 
 
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"max_error": 0.0}, r"max_error is 0\.0.*greater than 0"),
+        ({"max_error": 0.6}, r"max_error is 0\.6.*less than or equal to 0\.5"),
+        ({"max_error": 0.02, "quality": 0.9}, "both choose alpha, so give one"),
+        ({"kind": "x" * 65}, "kind is 'xxx"),
+    ],
+)
+def test_a_bound_on_errors_that_cannot_be_kept_is_refused(settings: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        ChunkReuse(**settings)
+
+
 # On the wire
 
 
@@ -37,6 +51,7 @@ def test_chunks_need_host_memory() -> None:
         ("store", "store", "store"),
         (True, True, ChunkReuseRequest()),
         ({}, True, ChunkReuseRequest()),
+        ({"kind": "manual 2.1"}, {"kind": "manual 2.1"}, ChunkReuseRequest(kind="manual 2.1")),
         (ChunkReuseRequest(alpha=2.0), {"alpha": 2.0}, ChunkReuseRequest(alpha=2.0)),
         (
             {"selection": "cache_craft", "quality": 0.9, "max_recompute": 0},
@@ -69,6 +84,9 @@ def test_what_a_request_says_arrives(option: ChunkReuseOption, on_the_wire: obje
         ({"alpha": float("nan")}, "alpha is nan"),
         ({"alpha": "1"}, "alpha is '1'"),
         ({"max_recompute": 1.5}, "max_recompute is 1.5"),
+        ({"kind": ""}, "kind is ''"),
+        ({"kind": 'a"b'}, "kind is"),
+        ({"max_error": 0.1}, "a mapping of quality, selection"),
     ],
 )
 def test_nonsense_is_refused_on_both_sides(raw: Any, said: str) -> None:

@@ -15,6 +15,7 @@ from benchmarks.doc_plots import PLOTS
 from ragcache_core.cli import cli
 from ragcache_core.client.pipeline.run import PipelineEvent
 from ragcache_core.config import CacheConfig
+from ragcache_core.log import LOG_EVENTS
 from ragcache_core.stats import PipelineReport
 from tests.support.reference_pages import CLI_PAGE, cli_page
 
@@ -124,6 +125,12 @@ def test_every_alert_has_a_runbook() -> None:
     assert len(alerts) >= 8
     page = _text("operate", "troubleshooting.md")
     assert [alert for alert in alerts if f"\n### {alert}\n" not in page] == []
+
+
+def test_every_log_code_is_under_a_symptom() -> None:
+    page = _text("operate", "troubleshooting.md").partition("\n## By log code\n")[2].partition("\n## ")[0]
+    codes = {code for events in LOG_EVENTS.values() for code in events}
+    assert set(re.findall(r"`(RC-[A-Z-]+)`", page)) == codes
 
 
 def test_the_architecture_shows_every_folder_and_no_other() -> None:

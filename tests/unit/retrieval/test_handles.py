@@ -126,7 +126,7 @@ def test_a_reader_waits_for_a_pause_of_a_busy_writer(folder: Path, monkeypatch: 
 
 def test_a_writer_that_never_pauses_is_not_called_damage(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(snapshot, "_TIMEOUT_S", 0.2)
-    with pytest.raises(errors.StoreError, match="changed too fast: try again") as raised:
+    with pytest.raises(errors.StoreError, match="changed repeatedly while it was opened: try again") as raised:
         change_before_each_read(folder, monkeypatch, 10**6)()
     assert not isinstance(raised.value, errors.StoreCorruptError)
 

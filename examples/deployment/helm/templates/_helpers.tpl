@@ -71,6 +71,15 @@ capabilities: {drop: [ALL]}
 {{- if and (gt (float64 .Values.tiers.shared.GiB) 0.0) (not .Values.tiers.shared.url) -}}
 {{- fail "tiers.shared.GiB limits a shared store and tiers.shared.url is empty: give the url, or leave GiB at 0" -}}
 {{- end -}}
+{{- if and (not .Values.tiers.shared.url) (or .Values.tiers.shared.ttlSeconds .Values.tiers.shared.password.secret .Values.tiers.shared.s3.secret) -}}
+{{- fail "tiers.shared has ttlSeconds, password.secret or s3.secret, and tiers.shared.url is empty: give the url, or leave them empty" -}}
+{{- end -}}
+{{- if and .Values.tiers.disk.key.secret (eq (float64 .Values.tiers.disk.GiB) 0.0) (not .Values.tiers.shared.url) -}}
+{{- fail "tiers.disk.key.secret is set, and there is neither a disk tier nor a shared store to encrypt: set tiers.disk.GiB or tiers.shared.url" -}}
+{{- end -}}
+{{- if and (has .Values.model.source (list "claim" "loader")) (not (hasPrefix "/models/" .Values.model.path)) -}}
+{{- fail (printf "model.path is %s: with model.source %s the weights are below /models/" .Values.model.path .Values.model.source) -}}
+{{- end -}}
 {{- if and (eq .Values.model.source "hub") (not .Values.model.hub.name) -}}
 {{- fail "model.source is hub and model.hub.name is empty: name a model, e.g. model.hub.name=org/my-model" -}}
 {{- end -}}
@@ -97,5 +106,30 @@ capabilities: {drop: [ALL]}
 {{- end -}}
 {{- if and $scales (eq (int .Values.autoscaling.min) 0) (or (ne .Values.autoscaling.kind "keda") (not .Values.autoscaling.workingHours.start)) -}}
 {{- fail "autoscaling.min is 0: without a replica there is no metric that starts one: use autoscaling.kind keda with autoscaling.workingHours, or min 1" -}}
+{{- end -}}
+{{- if and (gt (int .Values.engine.gpus) 1) (lt (mulf .Values.engine.shmGiB 1024) (addf 160 (mulf 240 .Values.engine.gpus))) -}}
+{{- fail (printf "engine.shmGiB is %v: the workers of %v GPUs need 160 MiB of /dev/shm and 240 MiB each, engine.shmGiB=%v" .Values.engine.shmGiB .Values.engine.gpus (divf (addf 160 (mulf 240 .Values.engine.gpus)) 1024 | ceil)) -}}
+{{- end -}}
+{{- $set := dict "--host-bytes" "tiers.hostGiB" "--disk-bytes" "tiers.disk.GiB" "--cache-dir" "tiers.disk.GiB" "--disk-key-file" "tiers.disk.key" "--kv-cache-bytes" "engine.kvCacheGiB" "--shared" "tiers.shared.url" "--shared-bytes" "tiers.shared.GiB" "--shared-ttl" "tiers.shared.ttlSeconds" "--tenants" "auth.tenants" "--api-key" "auth.apiKey" "--drain" "engine.drainSeconds" "--startup-timeout" "engine.startupSeconds" "--log-format" "engine.logFormat" -}}
+{{- range .Values.engine.args -}}
+{{- $option := splitList "=" . | first -}}
+{{- with get $set $option -}}
+{{- fail (printf "engine.args has %s, which the chart sets itself: use %s" $option .) -}}
+{{- end -}}
+{{- if has $option (list "--host" "--port" "--probe-port") -}}
+{{- fail (printf "engine.args has %s: probes and services use the port that the chart sets" $option) -}}
+{{- end -}}
+{{- end -}}
+{{- if and .Values.networkPolicy.enabled .Values.tiers.shared.url (not .Values.networkPolicy.egress) -}}
+{{- fail "networkPolicy.enabled keeps engines from tiers.shared.url: name the store in networkPolicy.egress" -}}
+{{- end -}}
+{{- with .Values.autoscaling -}}
+{{- if and (eq .kind "keda") (not .prometheusUrl) -}}
+{{- fail "autoscaling.kind is keda and autoscaling.prometheusUrl is empty: give Prometheus' address" -}}
+{{- end -}}
+{{- $hours := list .workingHours.timezone .workingHours.start .workingHours.end | compact | len -}}
+{{- if and (gt $hours 0) (or (lt $hours 3) (ne .kind "keda")) -}}
+{{- fail "autoscaling.workingHours needs timezone, start and end, and autoscaling.kind keda" -}}
+{{- end -}}
 {{- end -}}
 {{- end }}

@@ -1,1 +1,1 @@
-"""The model's side of chunk reuse: stored KV in, only selected tokens computed."""
+"""The model side of chunk reuse: loads stored KV, and computes selected tokens only."""

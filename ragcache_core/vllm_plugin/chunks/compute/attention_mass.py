@@ -1,4 +1,4 @@
-"""How much the tokens of a chunk attend to other chunks and to their own (Cache-Craft Eq. 3, 4, 14).
+"""Attention of a chunk's tokens to other chunks and to their own (Cache-Craft Eq. 3, 4, 14).
 
 One more product of queries and keys beside the attention itself, so of deep models only some layers are measured.
 """
@@ -20,22 +20,20 @@ _MAX_SCORES = 1 << 24
 """Elements of a piece of the score matrix: 64 MiB in float32."""
 
 Observer = Callable[[int, torch.Tensor], None]
-"""Is told a layer's index and its queries [num_tokens, num_heads, head_dim], when their keys are in the cache.
-
-What it raises ends the forward pass.
-"""
+"""Called with a layer's index and queries [num_tokens, num_heads, head_dim], when their keys are in the cache. An
+exception ends the forward pass."""
 Attend = Callable[[int, torch.Tensor, torch.Tensor], bool]
-"""Is asked to write a layer's attention: its index, queries, and where to, as the queries; False if it does not."""
+"""Writes a layer's attention, given index, queries and output; returns ``False`` if it does not."""
 
 
 def measured_layers(num_layers: int) -> tuple[int, ...]:
-    """Return the indices of the layers whose attention stands for all: at most 8, evenly spread."""
+    """Return the indices of the measured layers, which represent all: at most 8, evenly spread."""
     count = min(num_layers, _MAX_MEASURED_LAYERS)
     return tuple(sorted({(2 * i + 1) * num_layers // (2 * count) for i in range(count)}))
 
 
 class Observed:
-    """Attention layers with two hooks: one observes their queries, the other may compute their attention.
+    """Attention layers with two hooks: one observes queries, the other may compute attention.
 
     vLLM hands a connector keys and values, never queries. So each layer's ``impl.forward`` is wrapped, on its own
     instance. Unused hooks cost two look-ups.
@@ -50,7 +48,7 @@ class Observed:
             impl.forward = self._wrapped(index, impl.forward, updates_cache_in_forward=updates_cache_in_forward)
 
     def close(self) -> None:
-        """Give the layers their own ``forward`` back."""
+        """Restore the layers' own ``forward``."""
         for impl in self._impls:
             del impl.forward
         self._impls = []
@@ -58,7 +56,7 @@ class Observed:
     def _wrapped(
         self, index: int, forward: Callable[..., Any], *, updates_cache_in_forward: bool
     ) -> Callable[..., Any]:
-        """Wrap a layer's ``forward``; ``updates_cache_in_forward`` where only that brings the keys into the cache."""
+        """Wrap a layer's ``forward``; ``updates_cache_in_forward`` if only that writes the keys into the cache."""
 
         def observed(layer: Any, query: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             observer, attend = self.observer, self.attend
@@ -75,7 +73,7 @@ class Observed:
 
 
 class PromptKeys:
-    """The keys of a prompt in one layer's cache, for queries that look at its chunks.
+    """The keys of a prompt in one layer's cache, for attention of queries to its chunks.
 
     Args:
         layer: the layer.
@@ -87,7 +85,7 @@ class PromptKeys:
         self._slots = slots
 
     def mass(self, query: torch.Tensor, positions: torch.Tensor, chunks: Sequence[tuple[int, int]]) -> torch.Tensor:
-        """Return how much each query attends to each chunk, the mean of its heads; none to itself.
+        """Return each query's attention to each chunk, averaged over heads; a query's own chunk has none.
 
         Args:
             query: [num_rows, num_heads, head_dim], rotated.
@@ -117,7 +115,7 @@ class PromptKeys:
 
     @cached_property
     def _keys(self) -> torch.Tensor:
-        """float32 [num_kv_heads, head_dim, num_keys]."""
+        """Return the keys, float32 ``[num_kv_heads, head_dim, num_keys]``."""
         return self._layer.kv.read_keys(self._slots).float().permute(1, 2, 0)
 
     def _mass_by_kernel(
@@ -140,14 +138,14 @@ class PromptKeys:
 
 
 def soft_cap(layer: AttentionLayer) -> float:
-    """Return what bounds a layer's scores; 0 where nothing does."""
+    """Return the soft cap of a layer's attention scores; 0 if there is none."""
     return float(getattr(layer.attention.impl, "logits_soft_cap", None) or 0.0)
 
 
 def _weights(
     layer: AttentionLayer, query: torch.Tensor, positions: torch.Tensor, first: int, keys: torch.Tensor
 ) -> torch.Tensor:
-    """Return the softmax of the scores, [num_kv_heads, num_rows, group, num_keys]; ``first`` is the first position."""
+    """Return the softmax of scores ``[num_kv_heads, num_rows, group, num_keys]``; ``first`` is the first position."""
     num_rows, num_heads, head_dim = query.shape
     scaled = query.float() * layer.attention.impl.scale
     grouped = scaled.view(num_rows, keys.shape[0], -1, head_dim).transpose(0, 1)  # [kv heads, rows, group, dim]

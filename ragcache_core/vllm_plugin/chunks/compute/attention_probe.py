@@ -1,4 +1,4 @@
-"""Observers of chunks in computation: they measure attention, and the chunks that a question attends to."""
+"""Observers of chunks during computation: measure attention, and find the chunks that a question attends to."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ragcache_core.vllm_plugin.compat import get_forward_context, sum_over_worke
 
 @dataclass(slots=True)
 class Running:
-    """A job whose slices have run or will run.
+    """A job with slices to run.
 
     ``positions`` and ``token_ids`` [num_rows] lie on the CPU, ``block_ids`` on the device.
     """
@@ -37,7 +37,7 @@ class Running:
 
     @property
     def num_remaining(self) -> int:
-        """Rows that are still to be computed."""
+        """Number of rows still to compute."""
         return len(self.positions) - self.num_done
 
 
@@ -46,7 +46,7 @@ Slots = Callable[[Running, int], torch.Tensor]
 
 
 class SeenInStep:
-    """Measures chunks while vLLM computes them in a step of its own."""
+    """Measures chunks that vLLM computes in its own steps."""
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class SeenInStep:
         self._rows: list[torch.Tensor] | None = None
 
     def observe(self, index: int, query: torch.Tensor) -> None:
-        """See a layer's queries: those of all requests of the step."""
+        """Observe a layer's queries of all requests in the step."""
         if self._rows is None:
             # A token's slot is its own, so it says where in the batch a request begins, whatever its order.
             slot_mapping = get_forward_context().slot_mapping[self._layers[index].name]
@@ -80,7 +80,7 @@ class SeenInStep:
 
 @dataclass(slots=True)
 class Looking:
-    """A question that looks at chunks while its job's rows are computed."""
+    """A question's attention to chunks while its job is computed."""
 
     number: int
     running: Running
@@ -90,7 +90,7 @@ class Looking:
 
 
 class SeenInSlices:
-    """Measures chunks that are computed in slices, and lets rows go that no question looks at."""
+    """Measures chunks that are computed in slices, and drops rows to which no question attends."""
 
     def __init__(
         self,
@@ -108,11 +108,11 @@ class SeenInSlices:
         self.flight: InFlight
 
     def watch(self, flight: InFlight) -> None:
-        """Take the rows that are computed."""
+        """Set the computed rows."""
         self.flight = flight
 
     def observe(self, index: int, query: torch.Tensor) -> None:
-        """See a layer's queries: those of the rows in flight."""
+        """Observe a layer's queries of the rows in flight."""
         flight = self.flight
         for number, (running, _) in enumerate(self._slices):
             if not running.captures:
@@ -126,7 +126,7 @@ class SeenInSlices:
                 self._look(looking, index, query)
 
     def still_needed(self) -> torch.Tensor | None:
-        """Return which rows to go on with: without those of chunks that a question has turned away from."""
+        """Return the rows to continue with, without chunks to which the question does not attend."""
         kept = None
         for looking in self._looking:
             if looking.is_done or not looking.chunks.is_settled:

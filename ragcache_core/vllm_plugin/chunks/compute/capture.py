@@ -1,4 +1,4 @@
-"""Keeps the KV of chunks that were just computed, with what their tokens attended to (Cache-Craft §3.1).
+"""Store the KV of chunks that were just computed, with their attention statistics (Cache-Craft §3.1).
 
 Queries exist only while a layer runs, so attention is measured there, step by step if a prefill is chunked. Keys and
 values are read from the paged cache once a chunk is complete: tokens that a prefix hit brought are there as well.
@@ -19,20 +19,20 @@ from ragcache_core.vllm_plugin.chunks.model.paged_kv import to_device
 
 
 class ChunkPages(Protocol):
-    """Where the KV of chunks is kept; see ``storage/host_pool.py``."""
+    """The memory of stored chunks; see ``storage/host_pool.py``."""
 
     def write(self, pages: Sequence[int], layer: int, k: torch.Tensor, v: torch.Tensor, offset: int = 0) -> None:
-        """Keep keys without a position, and values, [T, num_kv_heads, head_dim], of a layer."""
+        """Write keys without RoPE, and values, ``[T, num_kv_heads, head_dim]`` each, of a layer."""
 
     def pieces(
         self, pages: Sequence[int], layer: int, first: int, last: int
     ) -> Sequence[tuple[torch.Tensor, torch.Tensor]]:
-        """Return tokens ``[first, last)`` of what was written, in pieces that follow one another."""
+        """Return tokens ``[first, last)`` in consecutive pieces."""
 
 
 @dataclass(slots=True)
 class _Measured:
-    """Sums so far: ``mass`` [num_tokens of the chunk, chunks before it and itself], on the device.
+    """Sums so far: ``mass`` ``[num_tokens of the chunk, chunks before it and itself]``, on the device.
 
     ``seen`` masks measured tokens, on the CPU.
     """
@@ -42,7 +42,7 @@ class _Measured:
 
 
 class ChunkCapture:
-    """The chunks of requests in flight that are to be kept.
+    """The chunks of requests in flight that will be stored.
 
     Args:
         layers: the model's.
@@ -63,7 +63,7 @@ class ChunkCapture:
         positions: torch.Tensor,
         slots: torch.Tensor,
     ) -> None:
-        """Add what rows of a request's chunks attend to in a layer.
+        """Add the attention of a request's chunk rows in a layer.
 
         Args:
             layer_index: the layer.
@@ -95,7 +95,7 @@ class ChunkCapture:
             measured.seen[offsets] = True
 
     def keep(self, capture: Capture, slots: torch.Tensor) -> torch.Tensor | None:
-        """Copy a complete chunk's KV into its pages, and return what was measured; None if too little of it was seen.
+        """Copy a complete chunk's KV into its pages, and return its statistics; ``None`` if they are incomplete.
 
         Tokens that were not computed here, because a prefix hit brought them, count as the mean of the others. On CUDA
         the copies are under way when this returns, and :func:`figures_of` wait for them.
@@ -121,14 +121,14 @@ class ChunkCapture:
         return mass.to("cpu", non_blocking=True)
 
     def forget(self, request_ids: Iterable[str]) -> None:
-        """Drop what was measured for requests."""
+        """Drop the measurements of requests."""
         gone = set(request_ids)
         for name in [name for name in self._measured if name[0] in gone]:
             del self._measured[name]
 
 
 def figures_of(capture: Capture, mass: torch.Tensor) -> CapturedChunk:
-    """Return the sums of what :meth:`ChunkCapture.keep` measured, whose copy has ended."""
+    """Return the sums measured by :meth:`ChunkCapture.keep`, whose copy has ended."""
     own = len(capture.before)
     sums = mass[:, : own + 1].sum(0).tolist()
     return CapturedChunk(tuple(sums[:own]), sums[own], tuple(mass[:, :own].sum(1).tolist()))

@@ -1,4 +1,4 @@
-"""The workers' side of chunk reuse: jobs that provide the tokens of requests, slice by slice, and captures.
+"""The workers' side of chunk reuse: jobs that provide the tokens of requests in slices, and captures.
 
 The step's metadata decides everything here, so every worker of a tensor-parallel model does the same.
 """
@@ -23,7 +23,7 @@ from ragcache_core.vllm_plugin.chunks.model.paged_kv import to_device
 
 
 class ChunkExecutor:
-    """Runs what a step's metadata asks for.
+    """Runs the chunk-reuse work in a step's metadata.
 
     Args:
         prefill: computes scattered tokens.
@@ -48,11 +48,11 @@ class ChunkExecutor:
 
     @property
     def computes_scattered(self) -> bool:
-        """Whether tokens that stand anywhere cost no more than neighbours do."""
+        """Whether scattered tokens cost no more than contiguous ones."""
         return self._prefill.scattered is not None
 
     def close(self) -> None:
-        """Leave the model as it was."""
+        """Restore the model."""
         self._observed.close()
         self._running.clear()
 
@@ -95,7 +95,7 @@ class ChunkExecutor:
         return True
 
     def run_slices(self) -> None:
-        """Run the step's slices, as one batch."""
+        """Run the step's slices as one batch."""
         slices = [
             (self._running[part.request_id], part) for part in self._step.slices if part.request_id in self._running
         ]
@@ -105,7 +105,7 @@ class ChunkExecutor:
         self._step.slices = []
 
     def end(self) -> None:
-        """Keep the chunks that vLLM has completed in this step."""
+        """Store the chunks that vLLM has completed in this step."""
         self._observed.observer = None
         with torch.inference_mode():
             for step in self._step.captures:
@@ -113,14 +113,14 @@ class ChunkExecutor:
         self._step.captures = []
 
     def take_finished(self) -> set[str]:
-        """Return the requests whose jobs, on CUDA with their copies out of the memory, ended since the last call."""
+        """Return the requests whose jobs ended since the last call, on CUDA including their copies."""
         finished = {name for name, event in self._finished.items() if event is None or event.query()}
         for name in finished:
             del self._finished[name]
         return finished
 
     def take_report(self) -> ChunkReport:
-        """Return what was done since the last call, when the chunks that were kept lie in their pages."""
+        """Return a report of the work since the last call, after its stored chunks are in their pages."""
         if self._kept and self._stream is not None:
             torch.cuda.current_stream().synchronize()
         self._report.captured.update((capture.id, figures_of(capture, mass)) for capture, mass in self._kept)
@@ -157,7 +157,7 @@ class ChunkExecutor:
                 self._finish(running)
 
     def _depth(self, fresh: Sequence[Running], placed: Sequence[Placed]) -> int:
-        """Return how many layers to load ahead of the one that is computed (Cache-Craft Eq. 16)."""
+        """Return the number of layers to load before the computed one (Cache-Craft Eq. 16)."""
         kv = self._layers[0].kv
         token_bytes = 2 * kv.num_kv_heads * kv.head_dim * kv.cache.itemsize * len(self._layers)
         num_bytes = token_bytes * sum(len(each.slots) for each in placed)
@@ -218,7 +218,7 @@ class ChunkExecutor:
         self._finished[job.request_id] = self._mark()
 
     def _mark(self) -> torch.cuda.Event | None:
-        """Return what says that everything queued so far has been done; None where nothing is queued."""
+        """Return an event for all work queued so far; ``None`` if there is none."""
         if self._stream is None:
             return None
         event = torch.cuda.Event()

@@ -1,4 +1,4 @@
-"""Brings stored KV of chunks into the paged cache, layer by layer, turned to where the chunks stand now.
+"""Load stored KV of chunks into the paged cache, layer by layer, rotated to the chunks' new positions.
 
 On CUDA the copies out of pinned host memory run on a stream of their own, some layers ahead of the computation
 (Cache-Craft §3.5, Algorithm 2); a layer waits for its own copies alone.
@@ -20,7 +20,7 @@ _MEASURED_BYTES = 64 << 20
 
 @dataclass(slots=True)
 class _Loaded:
-    """A layer's KV in flight to the device: one pair for each injection, and the event of its arrival."""
+    """A layer's KV in flight to the device: one pair per injection, and the event of its arrival."""
 
     pairs: list[tuple[torch.Tensor, ...]]
     event: torch.cuda.Event | None
@@ -28,14 +28,14 @@ class _Loaded:
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """An injection and the slots [last - first] of the paged cache that it goes to."""
+    """An injection and its slots ``[last - first]`` in the paged cache."""
 
     injection: Injection
     slots: torch.Tensor
 
 
 def copy_rate(device: torch.device) -> float:
-    """Return how many bytes a second come from pinned host memory to a CUDA device, measured."""
+    """Return the measured bandwidth from pinned host memory to a CUDA device, in bytes per second."""
     source = torch.empty(_MEASURED_BYTES, dtype=torch.uint8, pin_memory=True)
     target = torch.empty(_MEASURED_BYTES, dtype=torch.uint8, device=device)
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -48,14 +48,14 @@ def copy_rate(device: torch.device) -> float:
 
 
 class LayerwiseLoader:
-    """The injections of some jobs, to be called layer by layer, in order.
+    """The injections of jobs, called for each layer in order.
 
     Args:
-        layers: the model's.
-        memory: where the chunks are kept.
-        placed: which pages are copied into which blocks.
-        depth: how many layers to load ahead of the one that is asked for.
-        stream: what copies run on; None where memory is the device's own.
+        layers: the model's layers.
+        memory: the memory of chunks.
+        placed: the pages to copy, with their blocks.
+        depth: number of layers to load before the requested one.
+        stream: CUDA stream of copies; ``None`` for CPU memory.
     """
 
     def __init__(
@@ -115,6 +115,6 @@ class LayerwiseLoader:
 
 
 def _joined(pieces: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """Return pieces of page-locked memory as one tensor on a device, joined there."""
+    """Return pieces of page-locked memory as one tensor on a device."""
     there = [piece.to(device, non_blocking=True) for piece in pieces]
     return there[0] if len(there) == 1 else torch.cat(there)

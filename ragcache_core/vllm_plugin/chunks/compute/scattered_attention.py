@@ -26,7 +26,7 @@ _LEAST_RUN_TOKENS = 8
 
 
 class ScatteredRows:
-    """Replaces the attention of all layers where rows form many short runs.
+    """Replaces the attention of all layers for rows in many short runs.
 
     Args:
         layers: the model's.
@@ -53,7 +53,7 @@ class ScatteredRows:
 
     @classmethod
     def on_gpu(cls, layers: Sequence[AttentionLayer], *, tokens_per_block: int, max_runs: int) -> ScatteredRows | None:
-        """Return it where the kernel can stand in for every layer, and compiles; None elsewhere.
+        """Return the replacement if the kernel supports every layer and compiles; else ``None``.
 
         It asks for layers that :func:`warm_up_kernels` has seen.
         """
@@ -72,7 +72,7 @@ class ScatteredRows:
         return rows
 
     def is_better(self, num_rows: int, num_runs: int) -> bool:
-        """Return whether this computes rows in ``num_runs`` runs."""
+        """Return whether this kernel is faster for rows in ``num_runs`` runs."""
         return num_runs > self._max_runs or num_rows < self._least_run_tokens * num_runs
 
     def attend(self, index: int, query: torch.Tensor, output: torch.Tensor, flight: InFlight) -> None:
@@ -103,7 +103,7 @@ class ScatteredRows:
         output.copy_(self._attention(query, positions, *caches, tables, scale, query_starts=starts))
 
     def _warm_up(self) -> None:
-        """Have the kernel compiled: one row, which looks at the first token of the first block."""
+        """Compile the kernel with one row that attends to one token."""
         layer = self._layers[0]
         cache = layer.kv.cache
         shape = (1, layer.attention.num_heads, layer.kv.head_dim)
@@ -114,7 +114,7 @@ class ScatteredRows:
 
 
 def warm_up_kernels(layers: Sequence[AttentionLayer]) -> None:
-    """Have the kernels compiled that layers use; where they cannot be, PyTorch does their work from then on."""
+    """Compile the kernels that layers use; if one fails, PyTorch does its work."""
     if not all(layer.unrotated.uses_kernels for layer in layers):
         return
     first = layers[0]
@@ -133,7 +133,7 @@ def warm_up_kernels(layers: Sequence[AttentionLayer]) -> None:
 
 
 def _is_replaceable(layer: AttentionLayer) -> bool:
-    """Return whether a layer's attention is the plain one, of keys that are in the cache before it begins."""
+    """Return whether a layer's attention is plain, with keys in the cache before it begins."""
     attention = layer.attention
     updates_cache_in_forward = attention.get_attn_backend().forward_includes_kv_cache_update
     return not updates_cache_in_forward and not soft_cap(layer) and attention.head_size_v == attention.head_size

@@ -1,4 +1,4 @@
-"""Computes scattered tokens of a prompt with vLLM's own layers (Cache-Craft §3.2.2, §4).
+"""Compute scattered tokens of a prompt with vLLM's own layers (Cache-Craft §3.2.2, §4).
 
 Each run of neighbouring tokens [a, b) is one sequence of the batch, with query length b - a, length b, and the block
 table of its request::
@@ -49,7 +49,7 @@ Steer = Callable[[int], torch.Tensor | None]
 
 
 class LastKeysWritten(Exception):  # noqa: N818 (no error: what a pass is for is done)
-    """Raised when the last layer's keys and values are in the cache: the rest of the pass is not needed."""
+    """Raised when the last layer's keys and values are in the cache, as the rest of the pass is not needed."""
 
 
 class PartialPrefill:
@@ -93,18 +93,18 @@ class PartialPrefill:
 
     @property
     def device(self) -> torch.device:
-        """Where the paged cache lies."""
+        """The device of the paged cache."""
         return self._layers[0].kv.cache.device
 
     def slots(self, block_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Return where the paged cache keeps ``positions`` of a request with these blocks; both lie on the device."""
+        """Return the slots in the paged cache of ``positions`` of a request with these blocks, on the device."""
         size = self._tokens_per_block
         return block_ids[positions // size].long() * size + positions % size
 
     def compute(
         self, rows: Sequence[Rows], steer: Steer | None = None, watch: Callable[[InFlight], None] | None = None
     ) -> None:
-        """Compute ``rows``, at least one, through all layers, which writes their KV into the cache.
+        """Compute ``rows`` (at least one) through all layers, which writes their KV into the cache.
 
         Args:
             rows: of one request each.
@@ -162,7 +162,7 @@ class PartialPrefill:
 
     @contextmanager
     def _steered(self, flight: InFlight, steer: Steer | None) -> Iterator[None]:
-        """Let ``steer`` be asked before each layer: the model's own loop runs, with fewer rows where it says so."""
+        """Call ``steer`` before each layer; the model's own loop runs, with fewer rows if it says so."""
         if steer is None:
             yield
             return
@@ -222,16 +222,16 @@ class InFlight:
 
     @property
     def num_rows(self) -> int:
-        """Rows that are still computed."""
+        """Number of rows still computed."""
         return len(self.positions)
 
     def rows_of(self, number: int) -> slice:
-        """Return which rows are those of a request."""
+        """Return the rows of a request."""
         first, last = torch.searchsorted(self.requests, torch.tensor([number, number + 1])).tolist()
         return slice(first, last)
 
     def keep(self, kept: torch.Tensor, going_on: torch.Tensor) -> None:
-        """Drop all rows but ``kept`` [num_rows], at least one.
+        """Drop all rows except ``kept`` ``[num_rows]``, at least one.
 
         ``going_on`` are their numbers, on the device.
         """
@@ -239,12 +239,12 @@ class InFlight:
         self.positions_there, self.index = self.positions_there[going_on], self.index[going_on]
 
     def first_rows(self) -> torch.Tensor:
-        """Return where each request's rows begin, and where the last one's end; [num_requests + 1]."""
+        """Return the first row of each request, and the end of the last; ``[num_requests + 1]``."""
         num_rows = self.requests.bincount(minlength=len(self.block_ids))
         return torch.cat((num_rows.new_zeros(1), num_rows.cumsum(0)))
 
     def runs(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the first and the last row of each run of neighbouring tokens of a request; [num_runs] each."""
+        """Return the first and last row of each run of contiguous tokens of a request; ``[num_runs]`` each."""
         follows = (self.positions[1:] == self.positions[:-1] + 1) & (self.requests[1:] == self.requests[:-1])
         edges = (~follows).nonzero().flatten()
         firsts = torch.cat((edges.new_zeros(1), edges + 1))

@@ -1,1 +1,1 @@
-"""Which chunks are kept, where they are, and which of them give way."""
+"""Which chunks are stored, in which tiers, and which are evicted."""

@@ -1,4 +1,4 @@
-"""The library's records of chunks and of their variants."""
+"""Records of chunks and of their cached versions."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ragcache_core.types import Tier
 
 @dataclass(frozen=True, slots=True)
 class Reservation:
-    """Pages that a request may fill with a chunk's KV, which stands in ``context``; ``number`` is its own.
+    """Pages for a chunk's KV, computed in ``context``; ``number`` is unique.
 
     ``documents`` are the chunk's and those before it, by their digests.
     """
@@ -27,7 +27,7 @@ class Reservation:
 
 @dataclass(frozen=True, slots=True)
 class StoredChunk:
-    """What the disk has of a variant besides its pages: its tokens, 32 bits each, and what is noted with them.
+    """A version on disk without its pages: 32-bit token ids, and metadata.
 
     That is what it is worth, when it was computed, and its documents and those before it, see
     :func:`~ragcache_core.vllm_plugin.chunks.page_layout.digest_of`.
@@ -43,7 +43,7 @@ class StoredChunk:
 
 @dataclass(slots=True)
 class Variant:
-    """A stored KV of a chunk: its tiers, and its pins.
+    """A cached version of a chunk: its tiers and pins.
 
     ``pages`` are empty where it lies on disk alone. A doomed one is not found, and dropped when it is released.
     ``documents`` are digests of the chunk's documents and of those before it, ``stored_s`` when it was computed.
@@ -62,21 +62,21 @@ class Variant:
 
     @property
     def is_idle(self) -> bool:
-        """Whether neither a request nor a transfer holds it."""
+        """Whether no request and no transfer uses it."""
         return not (self.num_pins or self.is_loading or self.is_writing)
 
     def is_in(self, tier: Tier) -> bool:
-        """Return whether it takes place in a tier, and may be there before long."""
+        """Return whether it takes space in a tier, or soon will."""
         return bool(self.pages) if tier is Tier.HOST else self.is_on_disk
 
     def num_idle_pages(self, tier: Tier) -> int:
-        """Return how many pages of a tier its eviction frees."""
+        """Return the number of a tier's pages that its eviction frees."""
         return self.num_pages if self.is_idle and self.is_in(tier) else 0
 
 
 @dataclass(slots=True)
 class StoredVariants:
-    """A chunk: its token ids, 32 bits each, its variants by number, and the contexts of those that are captured now.
+    """A chunk: 32-bit token ids, cached versions by number, and the contexts of present captures.
 
     ``names`` are digests of the documents that it is.
     """
@@ -90,13 +90,13 @@ class StoredVariants:
 
     @property
     def num_variants(self) -> int:
-        """Variants that are stored or in flight."""
+        """Number of versions that are stored or in flight."""
         return len(self.stored) + len(self.reserved)
 
 
 @dataclass(frozen=True, slots=True)
 class ForgottenChunks:
-    """The dropped chunks of documents, the documents that had some, and the numbers of variants and pages."""
+    """The deleted chunks of documents: documents with chunks, versions and pages."""
 
     keys: set[ChunkKey]
     documents: set[str]
@@ -107,7 +107,7 @@ class ForgottenChunks:
 
 @dataclass(slots=True)
 class ChunkCounters:
-    """Counts of chunks since the engine started: those that ``num_requests`` reused, with their tokens.
+    """Counts of chunks since the engine started: reused by ``num_requests``, with their tokens.
 
     ``num_refused_requests`` asked for reuse that is unsupported, and were answered exactly.
     ``num_mismatched_chunks`` were requested with other tokens than stored, ``num_too_long_chunks`` are longer than the
@@ -140,5 +140,5 @@ class ChunkCounters:
         self.num_prefix_tokens += reuse.num_prefix_tokens
 
     def to_dict(self) -> dict[str, int]:
-        """Return them by name."""
+        """Return the counts by name."""
         return asdict(self)

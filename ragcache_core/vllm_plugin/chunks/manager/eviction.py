@@ -1,7 +1,7 @@
-"""Which chunk goes first: the tiers' own policies, on a knowledge tree of one level.
+"""Eviction order of chunks: the tiers' policies on a knowledge tree of one level.
 
-A chunk that is reused anywhere depends on nothing before it, so every chunk is a child of the root and one unit. It is
-in a tier as long as one of its variants is, and held there while all of these are in use.
+A reusable chunk does not depend on its prefix, so every chunk is a child of the root with one unit. It is in a tier
+while one of its versions is, and cannot be evicted while all of them are in use.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _ONLY_UNIT = 0b1
 
 
 class ChunkEviction:
-    """Counts how often chunks are retrieved, and names the lowest-ranked one of a tier.
+    """Counts the accesses of chunks, and returns the lowest-ranked one of a tier.
 
     Args:
         tree: of its own, with the tiers' policy.
@@ -42,16 +42,16 @@ class ChunkEviction:
         self._tree.record_access([node], num_hit_units=0, cost_per_token_s=cost_s)
 
     def seed(self, key: ChunkKey, num_tokens: int, expected_uses: int) -> None:
-        """Let a chunk rank as if it had been retrieved ``expected_uses`` times."""
+        """Rank a chunk as if it had been accessed ``expected_uses`` times."""
         self._tree.seed([self._node(key, num_tokens)], expected_uses=expected_uses)
 
     def frequency(self, key: ChunkKey) -> float:
-        """Return how often a chunk was retrieved, as far as it is remembered."""
+        """Return a chunk's remembered access frequency."""
         location = self._tree.locate(key)
         return 0.0 if location is None else float(location.node.frequency)
 
     def restore(self, key: ChunkKey, num_tokens: int, frequency: float) -> None:
-        """Take up how often a chunk was retrieved before the engine started."""
+        """Restore a chunk's access frequency from before the start."""
         cost_s = self._tree.policy.cost_per_token_s(self._prefill_cost, 0, num_tokens)
         self._tree.restore(self._node(key, num_tokens), frequency=round(frequency), cost_s=cost_s)
 
@@ -77,13 +77,13 @@ class ChunkEviction:
             self._tree.add(node, _ONLY_UNIT, tier)
 
     def lowest(self, tier: Tier) -> ChunkKey:
-        """Return the chunk that ``tier`` evicts a variant of next; one of them is idle there."""
+        """Return the chunk from which ``tier`` evicts a version next; it has an idle one there."""
         node = self._tree.victim(tier)
         assert node is not None
         return cast("ChunkKey", node.keys[0])
 
     def record_eviction(self, chunk: StoredVariants, evicted: Variant, tier: Tier) -> None:
-        """Record that ``tier`` evicts a variant to free pages: with its last one the chunk is evicted."""
+        """Record that ``tier`` evicts a version; with its last version a chunk is evicted."""
         if any(other is not evicted and other.is_in(tier) for other in chunk.stored.values()):
             return
         location = self._tree.locate(chunk.key)

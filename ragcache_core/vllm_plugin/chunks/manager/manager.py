@@ -1,4 +1,4 @@
-"""The library of chunks: which variants are stored, which requests pin them, and which one is evicted.
+"""The store of chunks: cached versions, pins of requests, and eviction.
 
 It lives on the scheduler's side and decides for all workers, which have the same pages (``chunks/page_layout.py``)::
 
@@ -28,11 +28,12 @@ from ragcache_core.vllm_plugin.chunks.manager.residency import ChunkResidency
 from ragcache_core.vllm_plugin.chunks.page_layout import num_pages_of, pack_token_ids
 
 if TYPE_CHECKING:
+    from ragcache_core.chunk.guard import ErrorGuard
     from ragcache_core.vllm_plugin.chunks.storage.disk import ChunkDisk
 
 
 class ChunkManager:
-    """Keeps book of the chunks whose KV the workers hold. One thread calls it.
+    """Tracks the chunks whose KV the workers hold. Used by one thread.
 
     Args:
         ranks: which chunk is evicted first.
@@ -45,6 +46,8 @@ class ChunkManager:
         self.counters = ChunkCounters()
         self.now_s = 0.0
         """The current time, set by the owner."""
+        self.guard: ErrorGuard | None = None
+        """Bounds the errors of reuse; its figures are in :meth:`report`."""
         self._num_reservations = 0
         self._ranks = ranks
         self._stock = ChunkResidency(ranks, self.counters, num_pages, tokens_per_page, max_variants)
@@ -54,7 +57,7 @@ class ChunkManager:
     # Reuse
 
     def find(self, chunks: Mapping[ChunkKey, Sequence[int]]) -> Mapping[ChunkKey, tuple[ChunkVariant, ...]]:
-        """Return the variants that are stored of ``chunks``, each given with its token ids; unknown ones are left out.
+        """Return the stored versions of ``chunks`` with equal token ids; unknown chunks are omitted.
 
         A chunk that was stored with other tokens is left out too, and counted.
         """
@@ -68,11 +71,11 @@ class ChunkManager:
         return found
 
     def stored(self) -> dict[ChunkKey, int]:
-        """Return the chunks that :meth:`find` has a variant of, with their numbers of tokens."""
+        """Return the chunks with a version in :meth:`find`, and their numbers of tokens."""
         return {chunk.key: chunk.num_tokens for chunk, _ in self._stock.found()}
 
     def pin(self, variants: Iterable[ChunkVariant], request_id: str) -> bool:
-        """Keep variants for a request, and have those read that lie on disk alone.
+        """Keep versions for a request, and read those that are only on disk.
 
         Atomic: False, and nothing has changed, where one of them is lost or no page is free to read one into. Ask
         :meth:`is_on_host` afterwards, and :meth:`is_lost`.
@@ -92,26 +95,26 @@ class ChunkManager:
         return True
 
     def release(self, request_id: str) -> None:
-        """Release a request's pinned variants and reservations: it ended, or restarts. Idempotent."""
+        """Release a request's pinned versions and reservations. Idempotent."""
         for reservation in self._reservations.pop(request_id, ()):
             self._give_back(reservation)
         pinned = self._pins.pop(request_id, ())
         self._let_go([at for variant in pinned if (at := self._stock.place(variant)) is not None])
 
     def pages(self, variant: ChunkVariant) -> tuple[int, ...]:
-        """Return the pages in which a variant that :meth:`is_on_host` lies, in the order of its tokens."""
+        """Return the pages of a version in host memory, in token order."""
         at = self._stock.place(variant)
         assert at is not None, variant
         assert at[1].pages, variant
         return at[1].pages
 
     def is_on_host(self, variant: ChunkVariant) -> bool:
-        """Return whether a variant can be read now."""
+        """Return whether a version is in host memory."""
         at = self._stock.place(variant)
         return at is not None and bool(at[1].pages) and not at[1].is_loading and not at[1].is_doomed
 
     def is_lost(self, variant: ChunkVariant) -> bool:
-        """Return whether a variant is stored no longer: it was damaged or gone on disk, evicted, or reset."""
+        """Return whether a version is no longer stored: damaged, missing, evicted, or reset."""
         at = self._stock.place(variant)
         return at is None or at[1].is_doomed
 
@@ -123,7 +126,7 @@ class ChunkManager:
             self._stock.record_use(at[1])
 
     def seed(self, key: ChunkKey, num_tokens: int, expected_uses: int) -> None:
-        """Let a chunk rank as if it had been retrieved ``expected_uses`` times; what has more keeps them."""
+        """Rank a chunk as if it had been accessed ``expected_uses`` times, if it has fewer."""
         self._ranks.seed(key, num_tokens, expected_uses)
 
     # Capture
@@ -138,7 +141,7 @@ class ChunkManager:
         inherits: float,
         documents: Sequence[str] = (),
     ) -> Reservation | None:
-        """Return pages for a chunk that is computed in ``context``; others are evicted where needed.
+        """Return pages for a chunk computed in ``context``, evicting others if needed.
 
         ``inherits`` is the most lost context that it may inherit from chunks before it; it replaces a variant that
         inherited more. None: that variant is stored or in flight, the chunk is longer than the memory or was stored
@@ -170,7 +173,7 @@ class ChunkManager:
         return reservation
 
     def commit(self, reservation: Reservation, statistics: ChunkStatistics) -> ChunkVariant | None:
-        """Add the variant whose KV the workers have captured, write it to disk, and return it.
+        """Add a version whose KV the workers have captured, write it to disk, and return it.
 
         It replaces a variant of the same context, or, of too many of the chunk, the one with the lowest f_r. None: that
         one is in use, or meanwhile the request was released, or the library was cleared.
@@ -201,19 +204,19 @@ class ChunkManager:
         return variant
 
     def abandon(self, reservation: Reservation) -> None:
-        """Give reserved pages back: the chunk was not captured. Idempotent."""
+        """Release reserved pages of a chunk that was not captured. Idempotent."""
         if self._withdraw(reservation):
             self._give_back(reservation)
 
     # Documents
 
     def name(self, key: ChunkKey, document: str) -> None:
-        """Add a document, by its digest, to a chunk, if it is stored."""
+        """Add a document's digest to a chunk, if it is stored."""
         if (chunk := self._stock.chunks.get(key)) is not None:
             self._stock.name(chunk, document)
 
     def forget(self, documents: Set[str], *, is_all: bool = False) -> ForgottenChunks:
-        """Drop all variants of documents, given by their digests, and of chunks that were computed behind them; or all.
+        """Delete all versions of documents, given by digest, and of chunks computed after them; or all.
 
         What a request or a transfer holds goes when it is released; until then it is not found.
         """
@@ -239,7 +242,7 @@ class ChunkManager:
         return forgotten
 
     def holdings(self) -> dict[str, tuple[int, int, int]]:
-        """Return what is kept of each document, by its digest: variants, and their pages in memory and on disk."""
+        """Return the versions of each document by digest, with their pages in memory and on disk."""
         held: dict[str, tuple[int, int, int]] = {}
         for chunk, stored in self._stock.found():
             for name in chunk.names:
@@ -249,14 +252,14 @@ class ChunkManager:
         return held
 
     def expire(self, oldest_s: float) -> bool:
-        """Drop the variants that were computed before a moment, as :meth:`forget` does; return whether any was."""
+        """Delete the versions computed before a time, as :meth:`forget` does; return whether there were any."""
         old = [(chunk, stored) for chunk, stored in self._stock.found() if stored.stored_s < oldest_s]
         self._stock.doom(old)
         self._stock.is_scrub_due |= bool(old)
         return bool(old)
 
     def num_forgotten(self) -> int:
-        """Return how much of what was forgotten is still here, in memory or on the disk."""
+        """Return how much of the deleted KV is still in memory or on disk."""
         self._stock.poll()
         variants = (stored for chunk in self._stock.chunks.values() for stored in chunk.stored.values())
         return sum(stored.is_doomed for stored in variants) + self._stock.num_scrubs
@@ -269,7 +272,7 @@ class ChunkManager:
     # The disk, and the workers' memory
 
     def open_disk(self, disk: ChunkDisk | None) -> int:
-        """Keep chunks on a disk from now on, and take up those that it has; return how many variants.
+        """Store chunks on a disk from now on, and load those that it has; return the number of versions.
 
         None: an engine before had one, which is out of service now.
         """
@@ -280,25 +283,25 @@ class ChunkManager:
         return self._stock.restore(disk.stored(), self.now_s)
 
     def poll(self) -> None:
-        """Take in what the disk has done. What could not be read is forgotten: a miss, counted."""
+        """Process the results of the disk. Unreadable versions are dropped: counted misses."""
         self._stock.poll()
 
     def begin_step(self) -> int:
-        """Return what to give :meth:`end_step` when all workers have ended the step that begins now; or 0."""
+        """Return the ticket for :meth:`end_step`, after all workers have ended the step that begins; or 0."""
         self._stock.poll()
         return self._stock.begin_step()
 
     def end_step(self, fence: int) -> None:
-        """Give the pages out again that workers wrote to before that step."""
+        """Reuse the pages to which workers wrote before that step."""
         self._stock.end_step(fence)
 
     def close(self) -> None:
-        """End the disk's threads after what they were asked to write. Idempotent."""
+        """End the disk's threads after their queued writes. Idempotent."""
         if self._stock.disk is not None:
             self._stock.disk.close()
 
     def clear(self) -> None:
-        """Forget every chunk, and write nothing more to disk: the model's weights may have changed.
+        """Drop every chunk, and write nothing more to disk, as the model's weights may have changed.
 
         What a request or a transfer holds is dropped when it is released; until then it is not found.
         """
@@ -312,17 +315,17 @@ class ChunkManager:
 
     @property
     def num_used_pages(self) -> int:
-        """Pages of host memory that hold a chunk, or are to hold one."""
+        """Pages of host memory with a chunk, or reserved for one."""
         return self._stock.num_used_pages
 
     @property
     def num_used_disk_pages(self) -> int:
-        """Pages on disk, those in flight included."""
+        """Pages on disk, including those in flight."""
         return self._stock.num_used_disk_pages
 
     @property
     def num_variants(self) -> int:
-        """Variants that are stored, or captured now."""
+        """Versions that are stored or being captured."""
         return sum(chunk.num_variants for chunk in self._stock.chunks.values())
 
     def report(self) -> dict[str, object]:
@@ -338,6 +341,7 @@ class ChunkManager:
             "used_disk_tokens": self.num_used_disk_pages * size,
             "is_disk_enabled": self._stock.is_disk_enabled,
             **self.counters.to_dict(),
+            **({} if self.guard is None else {"kinds": self.guard.report()}),
         }
 
     # Inside
@@ -348,13 +352,13 @@ class ChunkManager:
         return is_same
 
     def _is_known(self, chunk: StoredVariants, context: ContextKey, inherits: float) -> bool:
-        """Return whether a variant of ``context`` is in flight, or stored and as good as the new one."""
+        """Return whether a version of ``context`` is in flight, or stored and as good as a new one."""
         known = self._stock.variants.captured_in(chunk.key, context)
         is_as_good = known is not None and known.statistics.inherited <= inherits
         return context in chunk.reserved.values() or is_as_good
 
     def _make_way(self, chunk: StoredVariants, context: ContextKey) -> bool:
-        """Return whether a variant of ``context`` may be stored, after an eviction where one is needed."""
+        """Return whether a version of ``context`` may be stored, evicting another if needed."""
         variants = self._stock.variants
         victim = variants.captured_in(chunk.key, context)
         if victim is None:
@@ -378,7 +382,7 @@ class ChunkManager:
             self._stock.forget_if_doomed(chunk, stored)
 
     def _withdraw(self, reservation: Reservation) -> bool:
-        """Take a reservation off its request; False if it is not open any more."""
+        """Remove a reservation from its request; ``False`` if it is no longer open."""
         held = self._reservations.get(reservation.request_id, [])
         if reservation not in held:
             return False

@@ -1,4 +1,4 @@
-"""Residency of chunks: pages of host memory, space on disk, and transfers between them.
+"""Residency of chunks: host memory pages, disk space, and transfers between them.
 
 Requests are unknown here: a variant only has a number of pins. Every move runs in :meth:`ChunkResidency.changing`,
 which keeps the sums and the ranks correct.
@@ -32,7 +32,7 @@ _MAX_WRITING_SHARE = 4
 
 
 class ChunkResidency:
-    """The chunks by key, where their variants are, and the transfers between memory and disk.
+    """The chunks by key, the tiers of their versions, and transfers between memory and disk.
 
     Args:
         ranks: which chunk is evicted first.
@@ -72,7 +72,7 @@ class ChunkResidency:
 
     @property
     def num_disk_pages(self) -> int:
-        """Pages that fit on the disk."""
+        """Number of pages that fit on the disk."""
         return 0 if self.disk is None else self.disk.num_pages
 
     @property
@@ -82,22 +82,22 @@ class ChunkResidency:
 
     @property
     def num_used_pages(self) -> int:
-        """Pages of host memory that hold a chunk, or are to hold one."""
+        """Pages of host memory with a chunk, or reserved for one."""
         return self.num_pages - self._free.num_free
 
     def place(self, variant: ChunkVariant) -> tuple[StoredVariants, Variant] | None:
-        """Return a chunk and its variant; None if it is stored no longer."""
+        """Return a chunk and its version; ``None`` if it is no longer stored."""
         chunk = self.chunks.get(variant.key)
         stored = None if chunk is None else chunk.stored.get(variant.number)
         return None if chunk is None or stored is None else (chunk, stored)
 
     def found(self) -> list[tuple[StoredVariants, Variant]]:
-        """Return all chunks and variants that are not doomed."""
+        """Return all chunks and versions except deleted ones."""
         return [(chunk, v) for chunk in self.chunks.values() for v in chunk.stored.values() if not v.is_doomed]
 
     @contextmanager
     def changing(self, chunk: StoredVariants, stored: Variant) -> Iterator[None]:
-        """Keep the sums and the ranks correct while a variant moves, is held or released."""
+        """Keep sums and ranks correct while a version moves, is acquired or released."""
         self._num_idle_pages -= stored.num_idle_pages(Tier.HOST)
         self._num_idle_disk_pages -= stored.num_idle_pages(Tier.DISK)
         try:
@@ -110,24 +110,24 @@ class ChunkResidency:
     # Host memory
 
     def has_room(self, num_pages: int) -> bool:
-        """Return whether :meth:`take_pages` would find the pages."""
+        """Return whether :meth:`take_pages` has enough pages."""
         return num_pages <= self._free.num_free + self._num_idle_pages
 
     def take_pages(self, num_pages: int) -> tuple[int, ...]:
-        """Return pages; the lowest-ranked chunks are evicted where too few are free."""
+        """Return pages, evicting the lowest-ranked chunks if too few are free."""
         while self._free.num_free < num_pages:
             self._leave_host(*self._next_to_leave(Tier.HOST))
         return tuple(self._free.reserve(num_pages))
 
     def give_pages_back(self, pages: tuple[int, ...]) -> None:
-        """Undo :meth:`take_pages`, once no worker writes to the pages any more."""
+        """Undo :meth:`take_pages`, after all workers stopped writing to the pages."""
         if self.disk is None:  # workers themselves fill them, in the order of their steps
             self._free.release(pages)
         else:
             self._called_off += pages
 
     def begin_step(self) -> int:
-        """Return what to give :meth:`end_step` when all workers have ended the step that begins now; or 0."""
+        """Return the ticket for :meth:`end_step`, after all workers have ended the step that begins; or 0."""
         if not self._called_off:
             return 0
         self._num_fences += 1
@@ -135,12 +135,12 @@ class ChunkResidency:
         return self._num_fences
 
     def end_step(self, fence: int) -> None:
-        """Record that all workers have ended a step, and so those before it."""
+        """Record that all workers have ended a step, and all earlier ones."""
         for ended in [each for each in self._fenced if each <= fence]:
             self._free.release(self._fenced.pop(ended))
 
     def forget(self, chunk: StoredVariants, stored: Variant) -> None:
-        """Drop a variant that is not held, wherever it is."""
+        """Drop a version that is not in use, from all tiers."""
         with self.changing(chunk, stored):
             self._free.release(stored.pages)
             stored.pages = ()
@@ -154,26 +154,26 @@ class ChunkResidency:
         self.forget_if_empty(chunk)
 
     def doom(self, gone: Sequence[tuple[StoredVariants, Variant]]) -> None:
-        """Drop variants as soon as they are not held; from now on they are not found."""
+        """Delete versions as soon as they are not in use; hide them now."""
         for chunk, stored in gone:
             stored.is_doomed = True
             self.variants.remove(stored.variant)
             self.forget_if_doomed(chunk, stored)
 
     def forget_if_doomed(self, chunk: StoredVariants, stored: Variant) -> None:
-        """Drop a doomed variant that has been released."""
+        """Drop a deleted version that has been released."""
         if stored.is_doomed and stored.is_idle and stored.variant.number in chunk.stored:
             self.forget(chunk, stored)
 
     def forget_if_empty(self, chunk: StoredVariants) -> None:
-        """Drop a chunk without a variant stored or in flight."""
+        """Drop a chunk without a stored or in-flight version."""
         if not chunk.num_variants and self.chunks.get(chunk.key) is chunk:
             del self.chunks[chunk.key]
 
     # Disk
 
     def read(self, chunk: StoredVariants, stored: Variant) -> None:
-        """Have a variant that lies on disk alone read into pages; enough are free or evictable."""
+        """Read a version from disk into pages; enough are free or evictable."""
         pages = self.take_pages(stored.num_pages)
         with self.changing(chunk, stored):
             stored.pages, stored.is_loading = pages, True
@@ -181,7 +181,7 @@ class ChunkResidency:
         self._transfers[self.disk.read(stored.variant, pages)] = chunk, stored
 
     def write(self, chunk: StoredVariants, stored: Variant) -> None:
-        """Have a variant written to disk, where others are deleted for it; what does not fit stays in memory."""
+        """Write a version to disk, evicting others; one that does not fit stays in memory."""
         if self.disk is None or not self.is_disk_enabled:
             return
         num_missing = stored.num_pages - (self.num_disk_pages - self.num_used_disk_pages)
@@ -200,12 +200,12 @@ class ChunkResidency:
         self._transfers[self.disk.write(noted, stored.pages)] = chunk, stored
 
     def record_use(self, stored: Variant) -> None:
-        """Have it noted on disk before long what a variant is worth."""
+        """Update a version's access statistics on disk, later."""
         if stored.is_on_disk:
             self._uses[stored.variant.number] = stored.variant
 
     def name(self, chunk: StoredVariants, document: str) -> None:
-        """Add a document to a chunk, in memory and before long on disk."""
+        """Add a document to a chunk, in memory and later on disk."""
         if document not in chunk.names and len(chunk.names) <= MAX_OTHER_IDS:
             chunk.names.add(document)
             on_disk = [stored for stored in chunk.stored.values() if stored.is_on_disk or stored.is_writing]
@@ -213,11 +213,11 @@ class ChunkResidency:
 
     @property
     def num_scrubs(self) -> int:
-        """Scrubs of the disk that have not ended, or not begun."""
+        """Number of open scrubs of the disk."""
         return 0 if self.disk is None else sum(at is None for at in self._transfers.values()) + self.is_scrub_due
 
     def poll(self) -> None:
-        """Take in what the disk has done, and have it do what has come up; a variant that it lost is forgotten."""
+        """Process the disk's results, and start pending work; drop lost versions."""
         if (disk := self.disk) is None:
             return
         is_down = disk.is_down
@@ -244,7 +244,7 @@ class ChunkResidency:
             self._transfers[disk.scrub()] = None
 
     def restore(self, found: Sequence[StoredChunk], now_s: float) -> int:
-        """Take up what was found on disk, the most used first; return how many variants.
+        """Load the chunks on disk, the most used first; return the number of versions.
 
         What contradicts another variant, or is more than fits now, is deleted.
         """
@@ -274,7 +274,7 @@ class ChunkResidency:
         return num_restored
 
     def leave_disk(self) -> None:
-        """Use the disk no more until the next start."""
+        """Stop using the disk until the next start."""
         self._is_disk_left = True
         self._uses.clear()
         for chunk in list(self.chunks.values()):
@@ -304,7 +304,7 @@ class ChunkResidency:
             self.forget(chunk, stored)
 
     def _leave_disk(self, chunk: StoredVariants, stored: Variant) -> None:
-        """Drop a variant's copy on disk; the one in memory stays."""
+        """Drop a version on disk; the one in memory stays."""
         if not stored.pages:
             self.forget(chunk, stored)
             return

@@ -1,1 +1,1 @@
-"""What chunk reuse must know of a model: its layers, its rotary embedding, its pages of KV."""
+"""Requirements of chunk reuse on a model: its layers, its rotary embedding, its KV layout."""

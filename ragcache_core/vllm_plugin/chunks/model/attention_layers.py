@@ -1,4 +1,4 @@
-"""A model's attention layers as chunk reuse needs them, or the name of what it cannot be done with."""
+"""A model's attention layers for chunk reuse, or the name of an unsupported feature."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ragcache_core.vllm_plugin.chunks.model.rope import Rope
 
 @dataclass(slots=True)
 class AttentionLayer:
-    """One layer: vLLM's attention, the decoder layer around it, its part of the paged cache, with and without RoPE."""
+    """One layer: vLLM's attention, its decoder layer, and its part of the paged cache, with and without RoPE."""
 
     name: str
     attention: Any
@@ -27,7 +27,7 @@ class AttentionLayer:
 
 
 def attention_layers(model: torch.nn.Module, forward_context: dict[str, Any]) -> list[AttentionLayer]:
-    """Return the layers of a model whose KV cache is bound, first layer first.
+    """Return the layers of a model with an allocated KV cache, in order.
 
     Args:
         model: the model as vLLM built it.
@@ -47,7 +47,7 @@ def attention_layers(model: torch.nn.Module, forward_context: dict[str, Any]) ->
 
 
 def unsupported_model(model: torch.nn.Module, forward_context: dict[str, Any]) -> str | None:
-    """Return the name of what keeps a model's chunks from being moved; None where nothing does."""
+    """Return the feature that prevents chunk reuse on a model; ``None`` if there is none."""
     others = [layer for layer in forward_context.values() if hasattr(layer, "kv_cache") and not _is_plain(layer)]
     if others:
         return f"layers of type {type(others[0]).__name__} (compressed or recurrent attention)"
@@ -99,7 +99,7 @@ def _unsupported_attention(attention: Any) -> str | None:
 
 
 def _place(model: torch.nn.Module, attention: Any) -> tuple[Any, Any]:
-    """Return the decoder layer and the rotary module of an attention layer; None for what there is not."""
+    """Return decoder layer and rotary module of an attention layer; ``None`` for a missing one."""
     names = {id(module): name for name, module in model.named_modules()}
     parts = names.get(id(attention), "").split(".")
     decoder = rotary = None

@@ -1,4 +1,4 @@
-"""Reads and writes K and V in vLLM's paged cache, whatever its backend makes of a block.
+"""Read and write K and V in vLLM's paged cache, for any backend layout.
 
 A slot is ``block * block_size + offset``, as in vLLM's own slot mappings. Writing is the backend's own
 ``do_kv_cache_update``. Reading is a strided view, ``[num_blocks, heads, block_size, 2 * head_dim]`` with K before V;
@@ -43,22 +43,22 @@ class KVAccess:
 
     @property
     def tokens_per_block(self) -> int:
-        """Tokens of a block as the backend sees it; vLLM's own blocks may hold several of them."""
+        """Tokens of a block of the backend; a block of vLLM may consist of several."""
         return int(self.cache.shape[2])
 
     def write(self, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
-        """Put keys and values [T, num_kv_heads, head_dim] into ``slots`` [T]."""
+        """Write keys and values ``[T, num_kv_heads, head_dim]`` to ``slots`` ``[T]``."""
         self._attention.impl.do_kv_cache_update(
             self._attention, keys.contiguous(), values.contiguous(), self.cache, slots
         )
 
     def read(self, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return keys and values, each [T, num_kv_heads, head_dim], of ``slots`` [T]; copies."""
+        """Return copies of keys and values of ``slots`` ``[T]``, each ``[T, num_kv_heads, head_dim]``."""
         keys, values = self._halves(slots)
         return keys.contiguous(), values.contiguous()
 
     def read_keys(self, slots: torch.Tensor) -> torch.Tensor:
-        """Return keys [T, num_kv_heads, head_dim] of ``slots`` [T]."""
+        """Return keys ``[T, num_kv_heads, head_dim]`` of ``slots`` ``[T]``."""
         return self._halves(slots, with_values=False)[0]
 
     def _halves(self, slots: torch.Tensor, *, with_values: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
@@ -73,7 +73,7 @@ class KVAccess:
 
 
 class _Packing:
-    """Where a backend puts each element of a block: half of it keys, half values.
+    """The position of each element in a backend's block, half keys and half values.
 
     ``places[n * head_dim + d]`` is where element ``d`` of token ``n`` lies within its half.
     """
@@ -87,7 +87,7 @@ class _Packing:
 
     @classmethod
     def of(cls, attention: Any) -> _Packing:
-        """Return how a layer's backend packs a block."""
+        """Return the packing of a layer's backend."""
         num_heads, tokens_per_block, width = attention.kv_cache.shape[1:]
         head_dim, dtype = attention.head_size, attention.kv_cache.dtype
         assert width == 2 * head_dim
@@ -99,7 +99,7 @@ class _Packing:
         shape = (tokens_per_block, num_heads, head_dim)
 
         def lying(numbers: torch.Tensor, half: int) -> torch.Tensor:
-            """Return where which of ``numbers`` lie in a half of a block; the other half holds zeros."""
+            """Return the places of ``numbers`` in a half of a block; the other half has zeros."""
             rows = (numbers + first).to(integer).view(dtype).expand(shape).contiguous()
             pair = (rows, torch.zeros_like(rows)) if half == 0 else (torch.zeros_like(rows), rows)
             block = torch.zeros((1, num_heads, tokens_per_block, width), dtype=dtype)
@@ -133,7 +133,7 @@ class _Packing:
 
 
 def split_blocks(table: torch.Tensor, parts: int) -> torch.Tensor:
-    """Return a block table for a backend that sees each block as ``parts`` smaller ones."""
+    """Return a block table for a backend that divides each block into ``parts``."""
     if parts == 1:
         return table
     offsets = torch.arange(parts, dtype=table.dtype, device=table.device)
@@ -141,7 +141,7 @@ def split_blocks(table: torch.Tensor, parts: int) -> torch.Tensor:
 
 
 def to_device(values: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return ``values`` of the CPU on a device, without waiting for what the device is doing."""
+    """Copy ``values`` from the CPU to a device without synchronisation."""
     if device.type == "cuda":
         values = values.pin_memory()
     return values.to(device, non_blocking=True)

@@ -1,4 +1,4 @@
-"""K without a position, and V, into a layer's paged cache and out of it.
+"""Access K without RoPE, and V, in a layer's paged cache.
 
 On CUDA the Triton kernels of ``ragcache_kernels`` do it in one pass, where Triton is installed; elsewhere PyTorch does.
 """
@@ -34,14 +34,14 @@ class UnrotatedKV:
         self.uses_kernels = uses_kernels
 
     def warm_up(self) -> None:
-        """Have the kernels compiled: that takes seconds, and no step should wait for it."""
+        """Compile the kernels, which takes seconds, before any step."""
         cache, nowhere = self.kv.cache, torch.tensor([-1], device=self.kv.cache.device)
         row = torch.zeros((1, self.kv.num_kv_heads, self.kv.head_dim), dtype=cache.dtype, device=cache.device)
         self.write(row, row, nowhere + 1, nowhere)
         self.read(nowhere + 1, nowhere)
 
     def write(self, keys: torch.Tensor, values: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> None:
-        """Put keys, turned to ``positions`` [T], and values, [T, num_kv_heads, head_dim] each, into ``slots`` [T]."""
+        """Write keys, rotated to ``positions`` [T], and values, [T, num_kv_heads, head_dim] each, to ``slots`` [T]."""
         if not self.uses_kernels:
             self.kv.write(self.rope.rotate(keys, positions), values, slots)
             return
@@ -51,7 +51,7 @@ class UnrotatedKV:
         rotate_into_cache(keys, values, rows, positions, slots, self._table(), *self.caches())
 
     def read(self, positions: torch.Tensor, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return keys without ``positions`` [T], and values, of ``slots`` [T]: [T, num_kv_heads, head_dim] each."""
+        """Return keys without RoPE of ``positions``, and values, of ``slots`` [T]: [T, num_kv_heads, head_dim] each."""
         if not self.uses_kernels:
             keys, values = self.kv.read(slots)
             return self.rope.unrotate(keys, positions), values

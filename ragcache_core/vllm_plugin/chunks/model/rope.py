@@ -1,4 +1,4 @@
-"""Rotates keys to a position and back: Cache-Craft keeps K without RoPE, for any position of a chunk (§3.1).
+"""Rotate keys to a position and back: stored K is without RoPE, so a chunk fits any position (Cache-Craft §3.1).
 
 The angles are vLLM's own: the table of the model's rotary module, one row per position, half cosines, half sines. YaRN
 scales its rows, and no row of a bfloat16 table has exactly norm 1. So rotating back divides by each row's norm.
@@ -41,12 +41,12 @@ class Rope:
         """Whether the halves of a head are turned against one another, rather than neighbours."""
 
     def rotate(self, keys: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Return ``keys`` [T, heads, head_dim], which have no position, at ``positions`` [T]."""
+        """Return ``keys`` ``[T, heads, head_dim]`` without RoPE, rotated to ``positions`` ``[T]``."""
         cos, sin = self._angles(positions)
         return self._turn(keys, cos, sin)
 
     def unrotate(self, keys: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Return ``keys`` [T, heads, head_dim], which stand at ``positions`` [T], without a position."""
+        """Return ``keys`` ``[T, heads, head_dim]`` at ``positions`` ``[T]``, without RoPE."""
         cos, sin = self._angles(positions)
         norm = cos.square() + sin.square()
         return self._turn(keys, cos / norm, -sin / norm)
@@ -65,7 +65,7 @@ class Rope:
 
 
 def unsupported(rotary: Any, head_dim: int) -> str | None:
-    """Return the name of what keeps a model's rotary module from being turned back; None where nothing does.
+    """Return why a model's rotary module cannot be inverted; ``None`` if it can.
 
     What is not refused by name is tried: the module must turn a key as its table says.
     """

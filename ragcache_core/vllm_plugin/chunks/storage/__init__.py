@@ -1,1 +1,1 @@
-"""Where chunks lie: host memory and disk."""
+"""Storage of chunks: host memory and disk."""

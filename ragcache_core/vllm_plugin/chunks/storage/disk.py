@@ -1,4 +1,4 @@
-"""An engine's chunks on disk, copied from and to the pages of all workers by threads that no step waits for.
+"""An engine's chunks on disk, copied from and to the pages of all workers by background threads.
 
 ::
 
@@ -43,7 +43,7 @@ _DRAIN_TIMEOUT_S = 60.0
 
 
 class DiskTransfer(Transfer):
-    """What the disk was asked to do with the bytes of a variant, or with those of all deleted ones.
+    """One disk operation on a version, or a scrub of deleted ones.
 
     Attributes:
         is_sound: nothing went wrong so far.
@@ -55,12 +55,12 @@ class DiskTransfer(Transfer):
 
     @property
     def has_ended(self) -> bool:
-        """Whether it touches pages no more."""
+        """Whether it no longer uses pages."""
         return self.is_finished or self.is_abandoned
 
     @property
     def is_done(self) -> bool:
-        """Whether it has ended well."""
+        """Whether it has succeeded."""
         return self.is_finished and self.is_sound
 
     def end(self, error: Exception | None, *, is_found: bool = True) -> None:
@@ -70,7 +70,7 @@ class DiskTransfer(Transfer):
 
 
 class _Stores:
-    """The stores of pages and of statistics, as one."""
+    """The stores of pages and statistics as one."""
 
     def __init__(self, pages: ChunkStore, statistics: ChunkStore) -> None:
         self.path = pages.path
@@ -86,7 +86,7 @@ class _Stores:
 
 
 class ChunkDisk:
-    """Variants on disk. Writes and deletions keep their order, reads overtake them.
+    """Versions on disk. Writes and deletions keep their order; reads may overtake them.
 
     Args:
         open_store: opens a store of chunks: what it holds, the size of each, how many.
@@ -128,7 +128,7 @@ class ChunkDisk:
         self._threads = AsyncStore(stores, "RAGCache's disk of chunks", num_readers=_NUM_READERS)
 
     def stored(self) -> list[StoredChunk]:
-        """Return the variants that are here as a whole, and delete what is left of others.
+        """Return the complete versions, and delete the rest of others.
 
         Raises:
             CacheTierError: none of several can be read; that is no bad sector, and nothing is deleted.
@@ -156,28 +156,28 @@ class ChunkDisk:
         return transfer
 
     def write(self, chunk: StoredChunk, pages: Sequence[int]) -> DiskTransfer:
-        """Begin to write a variant; its pages are left alone until the transfer has ended."""
+        """Begin to write a version; its pages must not change until the transfer has ended."""
         transfer = DiskTransfer()
         self._threads.change(partial(self._write, transfer, chunk, pages), transfer.end, is_write=True)
         return transfer
 
     def scrub(self) -> DiskTransfer:
-        """Begin to overwrite what was deleted before."""
+        """Begin to overwrite deleted data."""
         transfer = DiskTransfer()
         self._threads.change(self._erase, transfer.end, is_forced=True)
         return transfer
 
     def drop(self, variant: ChunkVariant) -> None:
-        """Have a variant deleted. On a full disk it comes back if the engine ends before the next change."""
+        """Delete a version. On a full disk it returns if the engine ends before the next change."""
         self._threads.change(partial(self._drop, variant))
 
     def rename(self, names: Sequence[tuple[ChunkVariant, frozenset[str]]]) -> None:
-        """Have the documents of variants noted; on a full disk with the next change."""
+        """Update the documents of versions; on a full disk with the next change."""
         noted = [(_note_key(variant), text_of_names(None, documents)) for variant, documents in names]
         self._threads.change(partial(self._statistics.rename, noted))
 
     def note(self, uses: Sequence[tuple[ChunkVariant, float, float]]) -> None:
-        """Have the frequency and f_r of variants noted; a full disk keeps what was noted before."""
+        """Update frequency and f_r of versions; a full disk keeps the old ones."""
         worths = [(_note_key(variant), frequency, worth) for variant, frequency, worth in uses]
 
         def note() -> None:
@@ -188,16 +188,16 @@ class ChunkDisk:
 
     @property
     def is_down(self) -> bool:
-        """Whether the disk is out of service: it failed, or takes too long. Transfers are to be abandoned then."""
+        """Whether the disk is out of service, after a failure or time-out. Then abandon all transfers."""
         return self._threads.why_down() is not None
 
     def drain(self) -> None:
-        """Wait until everything that was asked for has been done."""
+        """Wait for all queued work."""
         self._threads.finish_reads(_DRAIN_TIMEOUT_S)
         self._threads.finish_changes(_DRAIN_TIMEOUT_S)
 
     def close(self) -> None:
-        """End the threads after what they were asked to write, and close the store. Idempotent."""
+        """End the threads after their queued writes, and close the store. Idempotent."""
         self._threads.close()
 
     # The threads' side
@@ -244,7 +244,7 @@ class ChunkDisk:
         return len(pages) * self.page_bytes if is_found else 0
 
     def _fetch(self, transfer: DiskTransfer, variant: ChunkVariant, pages: Sequence[int], scratch: Scratch) -> bool:
-        """Return whether a variant was read as a whole."""
+        """Return whether a version was read completely."""
         if _note_key(variant) not in self._statistics:
             return False
         for _, batch, keys in self._batches(variant, pages):
@@ -290,7 +290,7 @@ class ChunkDisk:
     def _batches(
         self, variant: ChunkVariant, pages: Sequence[int]
     ) -> Iterator[tuple[int, Sequence[int], Sequence[bytes]]]:
-        """Yield pages, and their keys on disk, as many as are read or written at once, with the number of the first."""
+        """Yield batches of pages with their keys on disk, and the number of the first page."""
         keys, size = self._page_keys(variant), self._pages.chunks_per_batch
         for first in range(0, len(pages), size):
             yield first, pages[first : first + size], keys[first : first + size]

@@ -1,4 +1,4 @@
-"""A worker's memory of chunks: pages of host memory, which the scheduler's process maps for the disk.
+"""A worker's memory of chunks: host memory pages, which the scheduler's process maps for the disk.
 
 They are stored by layer: a copy into a layer of the engine's KV is in one piece where its pages are::
 
@@ -28,7 +28,7 @@ logger = logger_of(__name__)
 
 @dataclass(frozen=True, slots=True)
 class PagesPlace:
-    """Where another process of this host finds a worker's pages.
+    """The location of a worker's pages for another process of this host.
 
     Attributes:
         pid, file: the worker's process, and the number of the file there.
@@ -62,7 +62,7 @@ class PagesPlace:
 
 
 class ChunkMemory:
-    """Pages of KV, which one thread reads and writes.
+    """Pages of KV. Used by one thread.
 
     Args:
         layers: of this worker, in its order.
@@ -110,7 +110,7 @@ class ChunkMemory:
         return [(keys[row], values[row]) for row in rows]
 
     def write(self, pages: Sequence[int], layer: int, k: torch.Tensor, v: torch.Tensor, offset: int = 0) -> None:
-        """Put K without RoPE and V, ``[num_tokens, Hkv, D]`` each, into ``pages`` from token ``offset`` on.
+        """Write K without RoPE and V, ``[num_tokens, Hkv, D]`` each, to ``pages`` from token ``offset`` on.
 
         A copy from a GPU may still be under way on the current stream when this returns.
         """
@@ -120,7 +120,7 @@ class ChunkMemory:
             values[at : at + count].copy_(v[start : start + count], non_blocking=True)
 
     def close(self) -> None:
-        """Let go of the pages. Idempotent."""
+        """Release the pages. Idempotent."""
         if self._is_page_locked:
             self._is_page_locked = False
             torch.cuda.cudart().cudaHostUnregister(self._arena.data_ptr())
@@ -131,7 +131,7 @@ class ChunkMemory:
     # Inside
 
     def _runs(self, pages: Sequence[int], offset: int, num_tokens: int) -> Iterator[tuple[int, int, int]]:
-        """Yield tokens that lie in one piece: where they begin after ``offset``, where in the arena, how many."""
+        """Yield contiguous runs of tokens: start after ``offset``, start in the arena, length."""
         size = self.tokens_per_page
         start = 0
         while start < num_tokens:
@@ -145,7 +145,7 @@ class ChunkMemory:
 
 
 def _page_lock(memory: torch.Tensor) -> bool:
-    """Lock memory for copies to and from a GPU, and return whether it is; torch's way would round it up to 2^n."""
+    """Page-lock memory for copies to and from a GPU, and return whether it worked; torch would round up to 2^n."""
     error = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)
     if error.value:
         logger.warning(

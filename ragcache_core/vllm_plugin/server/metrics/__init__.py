@@ -1,1 +1,1 @@
-"""The figures on `/metrics`: their series, and how they are kept."""
+"""The Prometheus metrics on `/metrics`."""

@@ -1,4 +1,4 @@
-"""From the scheduler's process to the server's: statistics, ``ragcache_*`` series on ``/metrics``, our routes' data.
+"""Statistics from the scheduler's process to the server's: ``ragcache_*`` metrics and the routes' data.
 
 vLLM carries a connector's statistics to the server's process with every step. Ours hold what the offloading says, the
 figures of requests that ended, a report of the tiers, and what has changed of the documents that are cached.
@@ -13,6 +13,7 @@ from prometheus_client import Counter, Gauge, Histogram
 
 from ragcache_core._version import __version__
 from ragcache_core.stats import (
+    CHUNK_KIND_SERIES,
     CHUNK_SERIES,
     ENGINE_SERIES,
     REQUEST_TIMES,
@@ -36,7 +37,7 @@ _SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0,
 
 
 class RAGCachePromMetrics(KVConnectorPromMetrics):
-    """The ``ragcache_*`` series, beside vLLM's own of the offloading.
+    """The ``ragcache_*`` metrics, beside vLLM's of the offloading.
 
     Each of several API servers is told everything; the first shows it, for all of them.
     """
@@ -58,21 +59,26 @@ class RAGCachePromMetrics(KVConnectorPromMetrics):
             if "spec_name" in extra_config and unsupported_reason() is None
             else None
         )
-        chunks = CHUNK_SERIES if settings.chunk_reuse is not None else {}
+        reuse = settings.chunk_reuse
+        chunks = {} if reuse is None else CHUNK_SERIES
+        chunk_kinds = {} if reuse is None or reuse.max_error is None else CHUNK_KIND_SERIES
         self._num_tenants = num_shown()
         tenant, tenant_tier = (TENANT_SERIES, TENANT_TIER_SERIES) if self._num_tenants else ({}, {})
         shown = [
             (ENGINE_SERIES, labelnames),
             (TIER_SERIES, [*labelnames, "tier"]),
             (chunks, labelnames),
+            (chunk_kinds, [*labelnames, "kind"]),
             (tenant, [*labelnames, "tenant"]),
             (tenant_tier, [*labelnames, "tenant", "tier"]),
         ]
         index, _ = front_end_of(vllm_config)
-        self._engine_series, self._tier_series, self._chunk_series, self._tenant_series, self._tenant_tier_series = (
+        made = (
             {} if index else {key: self._metric(series, labels) for key, series in table.items()}
             for table, labels in shown
         )
+        self._engine_series, self._tier_series, self._chunk_series, self._chunk_kind_series, *of_tenants = made
+        self._tenant_series, self._tenant_tier_series = of_tenants
         self._request_times = {
             key: metric_types[Histogram](series.name, series.text, [*labelnames, "tier"], buckets=_SECONDS)
             for key, series in ({} if index else REQUEST_TIMES).items()
@@ -110,6 +116,10 @@ class RAGCachePromMetrics(KVConnectorPromMetrics):
             self._show(TIER_SERIES, self._tier_series, tier, tier["name"], [*labels, tier["name"]], engine_idx)
         if chunks := report.get("chunks"):
             self._show(CHUNK_SERIES, self._chunk_series, chunks, "chunks", labels, engine_idx)
+            for each in chunks.get("kinds", ()):
+                kind = each["kind"]
+                of_kind = [*labels, kind]
+                self._show(CHUNK_KIND_SERIES, self._chunk_kind_series, each, f"kind {kind}", of_kind, engine_idx)
         if self._num_tenants:
             self._show_tenants(report, labels, engine_idx)
 
@@ -147,7 +157,7 @@ class RAGCachePromMetrics(KVConnectorPromMetrics):
                 metric.labels(*labels).inc(self._growth(engine_index, key, part, figures[key]))
 
     def _growth(self, engine_index: int, key: str, part: str, total: int) -> int:
-        """Return by how much a total has grown; an engine that was reset counts from zero."""
+        """Return the increase of a counter; after an engine's reset it counts from zero."""
         before = self._seen.get((engine_index, key, part), 0)
         self._seen[engine_index, key, part] = total
         return total - before if total >= before else total

@@ -1,4 +1,4 @@
-"""What ``/metrics`` shows of tenants: the first of the file by name, all others as one."""
+"""Metrics of tenants: the first of the file by name, all others summed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ OTHERS = "(others)"
 
 
 def num_shown(environ: Mapping[str, str] = os.environ) -> int:
-    """Return how many tenants have series of their own.
+    """Return the number of tenants with their own metrics.
 
     Raises:
         ConfigError: the environment's number cannot work.
@@ -29,7 +29,7 @@ def num_shown(environ: Mapping[str, str] = os.environ) -> int:
 
 
 def shown_tenants(report: Mapping[str, Any], num_tenants: int) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the name and the figures of the tenants with series of their own, then of all others together."""
+    """Yield name and statistics of tenants with their own metrics, then of all others together."""
     tenants = list(report.get("tenants", {}).items())
     yield from tenants[:num_tenants]
     if others := [figures for _, figures in tenants[num_tenants:]]:

@@ -1,1 +1,1 @@
-"""The page at ``/ragcache``: its files, and the routes beside the statistics that it shows."""
+"""The page at ``/ragcache``: its files, and its additional routes."""

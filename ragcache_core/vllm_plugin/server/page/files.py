@@ -1,4 +1,4 @@
-"""The page's files: plain HTML, CSS and JavaScript, the same for every user, without data of the cache."""
+"""The page's static files: HTML, CSS and JavaScript, without data of the cache."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ FILES = {
     **{f"{PAGE}/{name}": name for name in ("page.css", "page.js", "server.js", "dom.js", "cards.js", "tree.js")},
     f"{PAGE}/requests.js": "requests.js",
 }
-"""Each path of the page, and the file there. They need no key: what they show comes from routes that do."""
+"""The page's paths and files, without a key; their data comes from routes with one."""
 HEADERS = {
     "Content-Security-Policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; "
@@ -26,6 +26,6 @@ HEADERS = {
 
 
 def read_page_file(name: str) -> tuple[bytes, str]:
-    """Return a file of the page, and its media type."""
+    """Return a file of the page with its media type."""
     path = _FOLDER / name
     return path.read_bytes(), f"{_TYPES[path.suffix]}; charset=utf-8"

@@ -1,4 +1,4 @@
-"""The page at ``/ragcache``, which is open, and what it asks for beside the statistics, which needs the key."""
+"""The open page at ``/ragcache``, and its data routes, which need the key."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ router = APIRouter(tags=["ragcache"])
 
 @router.get("/v1/ragcache/tree")
 async def tree(request: Request, limit: Annotated[int, Query(ge=1, le=MAX_NODES)] = 300) -> dict[str, Any]:
-    """Return the nodes of the knowledge tree that are used most, of each data-parallel engine.
+    """Return the most used nodes of each data-parallel engine's knowledge tree.
 
     A node has its ``parent``, null for the first of a path, ``doc_id``, null for what is no document, its tokens, the
     requests that used it and the bytes that it takes in each tier that has it; parents come before their children.
@@ -31,7 +31,7 @@ async def tree(request: Request, limit: Annotated[int, Query(ge=1, le=MAX_NODES)
 
 @router.get("/v1/ragcache/requests")
 async def requests(request: Request, limit: Annotated[int, Query(ge=1, le=MAX_REQUESTS)] = 50) -> dict[str, Any]:
-    """Return what becomes of the latest requests, those in the engine before those that ended, and how many are there.
+    """Return the latest requests, running ones first, with the number in the engine.
 
     ``age_s`` is since a request came; the others are seconds from then on: until it was admitted, had what it has of
     lower tiers, its first token, and its end. Null is not yet, or never.

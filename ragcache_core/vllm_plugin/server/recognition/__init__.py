@@ -1,1 +1,1 @@
-"""Recognition in an API server: registration, the wrapper of `generate`, and what is kept on disk."""
+"""Recognition in an API server: registration, the wrapper of `generate`, and its journal."""

@@ -1,4 +1,4 @@
-"""The journal of registrations next to the disk tier: a file that its owner alone can read."""
+"""The journal of registrations beside the disk tier: a private file."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class RegistrationJournal:
         self._num_records = 0
 
     def load(self) -> StoredRegistrations | None:
-        """Return what the file holds; ``None`` if there is none.
+        """Return the file's content; ``None`` without a file.
 
         Raises:
             ValueError: it is damaged, or cannot be read. A damaged file has another name besides, by which it is kept
@@ -61,7 +61,7 @@ class RegistrationJournal:
         return stored
 
     def load_restricted(self) -> set[str | None]:
-        """Return the restricted tenants of the other files in the folder: those of other tokenizers.
+        """Return the restricted tenants in the folder's other files (of other tokenizers).
 
         Raises:
             ValueError: one is damaged, or cannot be read.
@@ -78,7 +78,7 @@ class RegistrationJournal:
     def rewrite(
         self, points: tuple[int, int], restricted: Collection[str | None], entries: Iterable[tuple[str | None, bytes]]
     ) -> None:
-        """Replace the file by one that holds these registrations alone."""
+        """Replace the file by one with only these registrations."""
         records = [restricted_record(restricted)] if restricted else []
         records += [registered_record(tenant, data) for tenant, data in entries]
         try:
@@ -91,7 +91,7 @@ class RegistrationJournal:
             self._num_records, self.is_broken = len(records), False
 
     def append(self, changes: Iterable[Change], restricted: Collection[str | None] = ()) -> None:
-        """Append changes, and tenants that are restricted from now on; they are on disk at the return."""
+        """Append changes, and newly restricted tenants; durable at the return."""
         if self.is_broken:
             return
         records = [restricted_record(restricted)] if restricted else []
@@ -110,7 +110,7 @@ class RegistrationJournal:
             self._num_records += len(records)
 
     def has_surplus(self, num_documents: int) -> bool:
-        """Return whether most records of the file are replaced by others."""
+        """Return whether most records of the file are obsolete."""
         return self._num_records > 2 * num_documents + 1000
 
     def _break(self, error: OSError) -> None:

@@ -1,4 +1,4 @@
-"""Recognition on ``/metrics``: each API server counts its own prompts, and Prometheus' client adds them up."""
+"""Recognition metrics on ``/metrics``: each API server counts its prompts, and Prometheus' client adds them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _shown: list[RecognitionMetrics] = []
 
 
 class RecognitionMetrics:
-    """Series of one process. Prometheus' client allows each name once in a process."""
+    """Metrics of one process, in which Prometheus' client allows each name once."""
 
     def __init__(self) -> None:
         self._counters = {key: Counter(name, text) for key, (name, text) in _COUNTERS.items()}
@@ -27,7 +27,7 @@ class RecognitionMetrics:
         self._before: dict[str, int] = {}
 
     def show(self, service: RecognitionService) -> None:
-        """Show what a service has counted since the last call."""
+        """Add a service's counts since the last call."""
         for key, counter in self._counters.items():
             now = getattr(service.counts, key)
             counter.inc(now - self._before.get(key, 0))
@@ -36,7 +36,7 @@ class RecognitionMetrics:
 
 
 def show_metrics(service: RecognitionService) -> None:
-    """Show a service's statistics on ``/metrics`` of this process, now and whenever it has counted."""
+    """Export a service's statistics on ``/metrics`` of this process."""
     if not _shown:
         _shown.append(RecognitionMetrics())
     service.on_counted = lambda: _shown[0].show(service)

@@ -27,7 +27,7 @@ _EXAMPLE = '{"documents": [{"id": "...", "text": "..."}]}'
 
 
 def recognition_of(request: Request) -> RecognitionService | None:
-    """Return the server's registered documents; ``None`` where it recognises none."""
+    """Return the server's registered documents; ``None`` without recognition."""
     service: RecognitionService | None = getattr(request.app.state, "ragcache_recognition", None)
     return service
 

@@ -1,4 +1,4 @@
-"""Recognition in one API server: its copy of the registrations, and how it changes with the engine core's log."""
+"""Recognition in one API server: its copy of the registrations, updated from the engine core's log."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ _OF_A_RECORD = ("id", "text", "acl")
 
 @dataclass(slots=True)
 class RecognitionCounts:
-    """What was recognised since the start.
+    """Counts of recognition since the start.
 
     Attributes:
         num_prompts: prompts of plain clients, without spans of their own.
@@ -78,7 +78,7 @@ class RecognitionCounts:
 
 @dataclass(frozen=True, slots=True)
 class RegistrationResult:
-    """What became of one document: registered, or why not. ``warning`` says what to look at."""
+    """The result for one document: registered, or the reason. ``warning`` names a problem."""
 
     doc_id: str | None
     is_registered: bool
@@ -86,7 +86,7 @@ class RegistrationResult:
     warning: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """Return it as the route answers it."""
+        """Return the result as the route sends it."""
         state = {"id": self.doc_id, "registered": self.is_registered, "error": self.error, "warning": self.warning}
         return {name: value for name, value in state.items() if value is not None}
 
@@ -100,7 +100,7 @@ class _Document:
 
 
 class RecognitionService:
-    """Knows the registered documents of all tenants, as one API server has them.
+    """The registered documents of all tenants in one API server.
 
     Args:
         call: calls the engine core's log.
@@ -140,10 +140,10 @@ class RecognitionService:
         self._is_all_restricted = False
         self._last = 0
         self._has_unconfirmed = False  # restricted documents that other servers, or the disk, may not have
-        self._has_ended = False  # what was forgotten is still named in the journal
+        self._has_ended = False  # the journal still has removed registrations
         self._rewritten_s = time.monotonic()
         self._used: dict[tuple[str | None, str], None] = {}
-        self._refused: set[tuple[str | None, str]] = set()  # in the log, but not told apart from others
+        self._refused: set[tuple[str | None, str]] = set()  # in the log, but ambiguous with others
         self._lock = asyncio.Lock()
         self._registering = asyncio.Lock()
         self._changing: set[asyncio.Task[Any]] = set()
@@ -154,7 +154,7 @@ class RecognitionService:
     # The log
 
     async def begin(self) -> None:
-        """Begin with the registrations of the journal, or with those that another API server has begun with.
+        """Start with the registrations of the journal, or of the first API server.
 
         Raises:
             ConfigError: the first API server has not begun within 60 s.
@@ -195,18 +195,18 @@ class RecognitionService:
         ends_s = time.monotonic() + 60.0
         while (state := await self._call("begin", {"points": None}))["points"] is None:
             if time.monotonic() > ends_s:
-                raise ConfigError("the first API server does not begin: look at its log, and start the server again")
+                raise ConfigError("the first API server does not start: look at its log, and start the server again")
             await asyncio.sleep(0.1)
         self._hashing = _hashing_of(state)
 
     async def follow(self) -> None:
-        """Take in what other API servers register, until the engine has died."""
+        """Follow the registrations of other API servers, until the engine crashes."""
         while True:
             await asyncio.sleep(_POLL_S)
             await self.pull()
 
     async def pull(self) -> None:
-        """Take in all changes of the log, and let the log know that they are taken in."""
+        """Apply all changes of the log, and acknowledge them."""
         async with self._lock:
             await self._read(is_written=False)
         if self._journal is not None:
@@ -259,14 +259,14 @@ class RecognitionService:
 
     @property
     def epoch(self) -> str:
-        """A name of the registrations since they were empty: another one after a restart without their file."""
+        """A name of the registrations since they were empty; a restart without their file changes it."""
         assert self._hashing is not None
         return hashlib.sha256(repr(self._hashing.points).encode()).hexdigest()[:16]
 
     # Recognition
 
     def recognise(self, tenant: str | None, token_ids: Sequence[int]) -> Recognition:
-        """Return the documents that a prompt of a tenant shows: the tenant's own, and the operator's."""
+        """Return the documents in a tenant's prompt: the tenant's and the operator's."""
         assert self._hashing is not None
         began_ns = time.thread_time_ns()
         names = dict.fromkeys((tenant, None))
@@ -289,7 +289,7 @@ class RecognitionService:
         self.on_counted()
 
     def is_restricted(self, tenant: str | None) -> bool:
-        """Return whether prompts of a tenant may show documents that not everybody may read."""
+        """Return whether a tenant has documents with access groups."""
         those = self._restricted | self._always_restricted
         return self._is_all_restricted or tenant in those or None in those
 
@@ -306,7 +306,7 @@ class RecognitionService:
         return {**zeros, "num_documents": 0, **self.total}
 
     def unsearched(self) -> tuple[str, ...]:
-        """Return which KV a deletion by document cannot find, with how to delete it."""
+        """Return the KV that a deletion by document cannot find, with a hint."""
         num_unknown = self.figures()["num_unknown"]
         if not num_unknown:
             return ()
@@ -319,7 +319,7 @@ class RecognitionService:
     # Registration
 
     async def register(self, tenant: str | None, records: Sequence[object]) -> list[RegistrationResult]:
-        """Register documents of a tenant; one that cannot be registered does not keep others from it.
+        """Register documents of a tenant; an invalid one does not prevent others.
 
         Documents with access groups are known to every API server, and on disk, at the return.
         """
@@ -329,7 +329,7 @@ class RecognitionService:
         return results
 
     async def _whole(self, change: Coroutine[Any, Any, T]) -> T:
-        """Return what a change returns, one at a time; it goes on to its end if the client leaves."""
+        """Return a change's result; changes run one at a time, and complete if the client leaves."""
 
         async def alone() -> T:
             async with self._registering:
@@ -376,7 +376,7 @@ class RecognitionService:
                 await self.pull()
             await self._call("append", {"entries": [(tenant, data) for data in made.values()]})
             await self.pull()
-        if restricted and self._has_unconfirmed:  # what is known here, and so not sent, may not be known everywhere
+        if restricted and self._has_unconfirmed:  # other servers may lack what this one knows
             number = self._last
             late = await self._wait_for_all(number)
             self._has_unconfirmed = bool(late) or self._last > number
@@ -411,7 +411,7 @@ class RecognitionService:
         return forms
 
     async def _wait_for_all(self, number: int) -> str:
-        """Return when every API server has taken in a change, "" or why not."""
+        """Wait until every API server has applied a change; return "" or the reason of a failure."""
         await self.pull()  # the second one says that the first one's changes are on disk
         ends_s = time.monotonic() + _EVERYWHERE_S
         while (state := await self._call("read_by", {"num_readers": self._num_readers}))["number"] < number:
@@ -421,7 +421,7 @@ class RecognitionService:
         return "" if state["is_stored"] else _UNSTORED
 
     async def forget(self, doc_ids: Set[str]) -> tuple[str, ...]:
-        """Remove documents of all tenants, in every API server and on disk; return what could not be done."""
+        """Remove documents of all tenants from every API server and disk; return what failed."""
         late = await self._whole(self._forget(doc_ids))
         return (f"the registration of the documents: {late}",) if late else ()
 
@@ -438,7 +438,7 @@ class RecognitionService:
         assert self._hashing is not None
         entries: list[tuple[str | None, bytes]] = []
         restricted: list[str | None] = []
-        async with self._lock:  # what is registered meanwhile is appended afterwards
+        async with self._lock:  # later registrations are appended afterwards
             after, is_end = 0, False
             while not is_end:
                 state = await self._call("entries", {"after": after, "limit": _PAGE})
@@ -454,7 +454,7 @@ def _hashing_of(state: dict[str, Any]) -> PolynomialHash:
 
 
 def _read_document(record: object) -> _Document | RegistrationResult:
-    """Return a record of a request as a document, or why it is none."""
+    """Return a record of a request as a document, or the reason why it is invalid."""
     doc_id = record.get("id") if isinstance(record, dict) else None
     shown = quoted(doc_id, 80) if isinstance(doc_id, str) else None
     try:

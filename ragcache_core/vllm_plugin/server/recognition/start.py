@@ -1,4 +1,4 @@
-"""Start of recognition in an API server, and its registrations' file."""
+"""Start recognition in an API server, and open its journal."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ logger = logger_of(__name__)
 
 @dataclass(frozen=True, slots=True)
 class StartedRecognition:
-    """Recognition as it was started.
+    """The started recognition.
 
     Attributes:
         service: the registered documents; ``None`` where none can be registered.
@@ -44,7 +44,7 @@ class StartedRecognition:
 async def start_recognition(
     engine_client: Any, settings: PluginSettings, tenants: Tenants | None, choice: RankChoice | None
 ) -> StartedRecognition:
-    """Find named and registered documents in all requests of an engine client from now on; see the log if it cannot.
+    """Find named and registered documents in all requests of an engine client; log a reason if impossible.
 
     Raises:
         ConfigError: it cannot, and a tenant is restricted.
@@ -75,7 +75,7 @@ async def start_recognition(
 
 
 async def _tokenizer_of(engine_client: Any) -> DocumentTokenizer | None:
-    """Return the tokenizer of documents; ``None`` for a model without one, which is logged."""
+    """Return the tokenizer for documents; ``None``, logged, for a model without one."""
     try:
         return await asyncio.to_thread(
             DocumentTokenizer,
@@ -90,7 +90,7 @@ async def _tokenizer_of(engine_client: Any) -> DocumentTokenizer | None:
 async def _begun(
     engine_client: Any, settings: PluginSettings, restricted: Collection[str | None], tokenizer: DocumentTokenizer
 ) -> RecognitionService | None:
-    """Return the registered documents; ``None`` where this engine cannot keep any, which is logged.
+    """Return the registered documents; ``None``, logged, if this engine cannot keep any.
 
     Raises:
         ConfigError: the first of several API servers does not begin.
@@ -131,7 +131,7 @@ async def _follow(service: RecognitionService, engine_client: Any) -> None:
 
 
 def _journal_of(vllm_config: Any, settings: PluginSettings, tokenizer: DocumentTokenizer) -> RegistrationJournal | None:
-    """Return the file next to the disk tier; each tokenizer and each engine of a directory has its own."""
+    """Return the journal beside the disk tier, one per tokenizer and engine of a directory."""
     if settings.directory is None:
         return None
     rank = vllm_config.parallel_config.data_parallel_rank

@@ -1,4 +1,4 @@
-"""Texts of documents as tokens, by the server's own tokenizer."""
+"""Convert documents' texts to tokens with the server's tokenizer."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ _KINDS: dict[str, TokenKind] = {
     "\\xe2\\x96\\x81": "sentencepiece",  # U+2581 as str() shows bytes
     '"Metaspace"': "sentencepiece",
 }
-"""Vocabularies by what the JSON of a decoder holds."""
+"""Kinds of vocabularies by the JSON of their decoder."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenizedForm:
-    """A text's tokens, and how many of its first and last depend on the text around."""
+    """A text's tokens, and how many at either end depend on adjacent text."""
 
     tokens: Tokens
     edges: tuple[int, int]
 
 
 class DocumentTokenizer:
-    """Tokenises documents as they are in prompts. For one thread at a time.
+    """Tokenises documents as they appear in prompts. Not thread-safe.
 
     Args:
         tokenizer: the server's; a copy is used, because others use it in other threads.
@@ -58,7 +58,7 @@ class DocumentTokenizer:
         return list(self._tokenizer.encode(text, add_special_tokens=False))
 
     def forms_of(self, text: str) -> list[TokenizedForm]:
-        """Return each form of a text that a prompt can show, the text itself first.
+        """Return each form of a text in prompts, the text itself first.
 
         Raises:
             ValueError: no prompt can show the text.
@@ -76,12 +76,12 @@ class DocumentTokenizer:
         return forms
 
     def has_control_tokens(self, form: TokenizedForm) -> bool:
-        """Return whether a document holds tokens with which a chat template ends a message."""
+        """Return whether a document contains control tokens with which a chat template ends a message."""
         return bool(np.isin(form.tokens, self.control_ids).any())
 
 
 def token_bytes_of(tokenizer: Any) -> list[bytes] | None:
-    """Return the bytes of each token id; ``None`` where the tokenizer does not tell them."""
+    """Return the bytes of each token id; ``None`` if the tokenizer does not provide them."""
     tekken: Any = getattr(tokenizer, "tokenizer", None)  # vLLM's wrapper of Mistral's
     if hasattr(tekken, "id_to_byte_piece"):
         num_special, num_tokens = tekken.num_special_tokens, tekken.n_words
@@ -92,7 +92,7 @@ def token_bytes_of(tokenizer: Any) -> list[bytes] | None:
 
 
 def _part(tokenizer: Any, name: str) -> object:
-    """Return the JSON of a part of a fast tokenizer of Hugging Face; ``None`` where there is none."""
+    """Return the JSON of a part of a fast Hugging Face tokenizer; ``None`` for another one."""
     part = getattr(getattr(tokenizer, "backend_tokenizer", None), name, None)
     return None if part is None else part.__getstate__()
 

@@ -1,4 +1,4 @@
-"""The wrapper of ``EngineClient.generate``: it names the documents of a prompt, and sets the salt of their rights.
+"""The wrapper of ``EngineClient.generate``: it names a prompt's documents, and sets the salt of their access groups.
 
 All of vLLM's OpenAI handlers call ``generate`` with the prompt's tokens. Salt and data-parallel engine can still be
 chosen there. In the engine core it is too late: the hashes of a request's blocks are computed when it is made.
@@ -47,7 +47,7 @@ _ARGUMENTS = ("prompt", "sampling_params", "request_id", "data_parallel_rank")
 
 
 def why_refused(engine_client: Any) -> str | None:
-    """Return why ``generate`` of an engine client cannot be wrapped; ``None`` where it can."""
+    """Return why ``generate`` of an engine client cannot be wrapped; ``None`` if it can."""
     generate = getattr(type(engine_client), "generate", None)
     if generate is None or not inspect.isasyncgenfunction(generate):
         return "its generate is no asynchronous generator"
@@ -59,7 +59,7 @@ def why_refused(engine_client: Any) -> str | None:
 
 
 def attach(engine_client: Any, recogniser: Recogniser) -> bool:
-    """Wrap ``generate`` of an engine client; return False, and say so once, where this vLLM refuses it."""
+    """Wrap ``generate`` of an engine client; return ``False``, logged once, if this vLLM does not allow it."""
     why = why_refused(engine_client)
     if why is None:
         try:
@@ -77,7 +77,7 @@ def attach(engine_client: Any, recogniser: Recogniser) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class RecognisedRequest:
-    """What ``generate`` gets of a request.
+    """The arguments of ``generate`` for a request.
 
     Attributes:
         prompt: with the salt of its rights.
@@ -152,7 +152,7 @@ class Recogniser:
         return generate_with_documents
 
     async def prepare(self, prompt: Any, sampling_params: Any) -> RecognisedRequest:
-        """Return a request with the documents that it shows, and with the salt that keeps restricted ones apart.
+        """Return a request with its documents, and with the salt that separates restricted ones.
 
         Raises:
             ValueError: documents that the request registers cannot be registered, or a token id is out of range. vLLM
@@ -237,7 +237,7 @@ class Recogniser:
         return _with_params(sampling_params, {**params, KEY: named}), kv_hints
 
     def _placed(self, documents: object, token_ids: Sequence[int]) -> list[Any] | None:
-        """Return the documents that a request names by their texts, by their tokens; ``None`` if it names none so.
+        """Return the documents that a request names by text, with their spans; ``None`` if it names none by text.
 
         A document that the prompt does not show is left out.
         """
@@ -270,11 +270,11 @@ class Recogniser:
         return self._by_mark.get(salt.rpartition("-")[0]) if isinstance(salt, str) else None
 
     def _is_unsalted(self, salt: str | None, tenant: str | None) -> bool:
-        """Return whether the client has sent no salt of its own."""
+        """Return whether the client has sent no salt."""
         return not salt if tenant is None else salt == cache_salt_for(tenant, secret=self._secret)
 
     def _salt(self, salt: str | None, tenant: str | None, rights: str | None, *, is_private: bool) -> str | None:
-        """Return the salt of a request; that of known rights is the one that a client of RAGCache sends."""
+        """Return the salt of a request; for known access groups that of RAGCache's own clients."""
         if rights is None and not is_private:
             return salt
         own = private_salt() if is_private else None
@@ -289,7 +289,7 @@ class Recogniser:
 
 
 def _check_ids(token_ids: Sequence[int]) -> None:
-    """Refuse token ids that no vocabulary has, before they are looked up as 32-bit numbers.
+    """Reject token ids outside of any vocabulary, before they become 32-bit numbers.
 
     Raises:
         ValueError: with the id, its place and the limit.
@@ -316,14 +316,14 @@ def _skip_of(document: Mapping[str, Any]) -> int:
 
 
 def _with_params(sampling_params: Any, params: Mapping[str, Any]) -> Any:
-    """Return a copy with other transfer parameters: the prompts of a list may share one object."""
+    """Return a copy with other transfer parameters, as the prompts of a list may share one object."""
     changed = copy.copy(sampling_params)
     changed.extra_args = {**(sampling_params.extra_args or {}), _PARAMS: dict(params)}
     return changed
 
 
 def _hide_params(output: Any) -> None:
-    """Remove the request's statistics from an answer to a client that did not name documents."""
+    """Remove the request's statistics from the response to a client that named no documents."""
     params = getattr(output, _PARAMS, None)
     if isinstance(params, dict) and KEY in params:
         output.kv_transfer_params = {name: value for name, value in params.items() if name != KEY} or None
