@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
-from ragcache_core.tree import KnowledgeTree, Location, admit
+from ragcache_core.tree import KnowledgeTree, Location, admit, total_size
 from ragcache_core.types import Tier
 
 
@@ -109,7 +109,7 @@ class GPUBlocks:
         """Give a request free blocks without content: spare ones, then evicted ones."""
         num_missing = num_blocks - self.num_spare
         if num_missing > 0:
-            num_missing -= len(self._tree.evict_up_to(Tier.GPU, num_missing))
+            num_missing -= total_size(self._tree.evict_up_to(Tier.GPU, num_missing))
             for _ in range(num_missing):  # others depend on what is left: an allocation that fits must succeed
                 if self._tree.evict_anything(Tier.GPU) is None:  # of what requests use, the other copy
                     next(other for other in (held, *self._held) if other.copies).copies.pop()
@@ -174,7 +174,7 @@ class DiskBlocks:
                 new[key] = location
         num_missing = len(new) - (self._num_blocks - self._tree.tiers[Tier.DISK].num_units)
         if num_missing > 0:
-            num_missing -= len(self._tree.evict_up_to(Tier.DISK, num_missing, self._tree.shielded(new)))
+            num_missing -= total_size(self._tree.evict_up_to(Tier.DISK, num_missing, self._tree.shielded(new)))
             for _ in range(num_missing):
                 new.popitem()
         for at in new.values():

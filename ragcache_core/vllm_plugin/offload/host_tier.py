@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Final, cast
 
 import numpy as np
 
-from ragcache_core.tree import NO_OWNER, EvictedUnit, Location, admit, admit_within_quotas
+from ragcache_core.tree import NO_OWNER, EvictedRun, Location, admit, admit_within_quotas, total_size
 from ragcache_core.types import Tier
 from ragcache_core.vllm_plugin.cache.forgetting import Forgotten, Freed
 from ragcache_core.vllm_plugin.cache.kv_groups import (
@@ -342,7 +342,7 @@ class HostTier:
 
     # Inside
 
-    def _admit(self, keys: Collection[OffloadKey]) -> tuple[Collection[OffloadKey], list[EvictedUnit]]:
+    def _admit(self, keys: Collection[OffloadKey]) -> tuple[Collection[OffloadKey], list[EvictedRun]]:
         """Return which of the ``keys`` offered are here or worth their rows, and what the tree evicted for them.
 
         Of other groups that is what a hit may need.
@@ -371,13 +371,13 @@ class HostTier:
         new = [key for key in keys if key not in self._blocks and self.groups.is_main(key)]
         shield = self._tree.shielded(units_of(keys))
         num_admitted, evicted = admit_within_quotas(self._tree, Tier.HOST, [*map(unit_of, new)], shield)
-        gone = [key for unit in evicted for key in self._keys_of(cast("Key", unit.key))]
+        gone = [key for run in evicted for unit in run.keys for key in self._keys_of(cast("Key", unit))]
         self._drop_idle([key for key in gone if not self._blocks[key].ref_cnt])
         left_out = {unit_of(key) for key in new[num_admitted:]}
         return [key for key in keys if unit_of(key) not in left_out]
 
     def _store(
-        self, keys: Collection[OffloadKey], req_context: ReqContext, chosen: list[EvictedUnit]
+        self, keys: Collection[OffloadKey], req_context: ReqContext, chosen: list[EvictedRun]
     ) -> PrepareStoreOutput | None:
         """Return rows for what is new; ``chosen`` units have left the tree for it already."""
         new = self._not_here(keys)
@@ -390,32 +390,32 @@ class HostTier:
         self._insert(new, rows, _WRITING, is_fleeting=is_adapted(req_context))
         return PrepareStoreOutput(keys_to_store=new, store_spec=CPULoadStoreSpec(rows), evicted_keys=evicted)
 
-    def _evict(self, num: int, protected: Collection[OffloadKey], chosen: list[EvictedUnit]) -> list[OffloadKey] | None:
+    def _evict(self, num: int, protected: Collection[OffloadKey], chosen: list[EvictedRun]) -> list[OffloadKey] | None:
         """Free ``num`` rows, and those of ``chosen`` units; return what went, None where too little can."""
         if num <= 0 and not chosen:
             return []
         others = self._others
-        num_chosen = sum(others.size_of(unit.key) for unit in chosen) if others else len(chosen)
+        num_chosen = total_size(chosen, others.size_of if others else None)
         spare = self._spare(set(protected), max(num - num_chosen, 0)) if self._unknown or others else []
-        units: list[EvictedUnit] | None = chosen
+        runs: list[EvictedRun] | None = chosen
         if num > num_chosen + len(spare):
             assert not chosen, "what was admitted has room"
             shield = self._tree.shielded(units_of(protected))
             size_of = others.size_of if others else None
             owners = (at.node.owner for key in protected if (at := self._locate(key)) is not None)
             owner = next(owners, NO_OWNER)
-            units = self._tree.evict(Tier.HOST, num - len(spare), shield, size_of=size_of, for_owner=owner)
-        if units is None:  # perhaps there are windows and states whose units have to stay
+            runs = self._tree.evict(Tier.HOST, num - len(spare), shield, size_of=size_of, for_owner=owner)
+        if runs is None:  # perhaps there are windows and states whose units have to stay
             kept = {*protected, *spare}
             free = (key for key in others if key not in kept)
             loose = list(islice(free, num - len(spare)))
             if num > len(spare) + len(loose):
                 return None
-            units, spare = [], spare + loose
-        evicted_units = cast("list[Key]", [unit.key for unit in units])
-        evicted = cast("list[OffloadKey]", offload_keys(evicted_units, self.groups.main))
+            runs, spare = [], spare + loose
+        units = cast("list[Key]", [*chain.from_iterable(run.keys for run in runs)])
+        evicted = cast("list[OffloadKey]", offload_keys(units, self.groups.main))
         if spare or others:
-            beside = [key for unit in units for key in others.of_unit(unit.key)] if others else []
+            beside = [key for unit in units for key in others.of_unit(unit)] if others else []
             evicted = list(dict.fromkeys([*spare, *evicted, *beside]))
         for key in spare:
             self._unknown.pop(key, None)
