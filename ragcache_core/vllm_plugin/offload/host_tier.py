@@ -11,9 +11,10 @@ learns what arrives and what is no longer used by node, not by block.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import chain, islice
+from itertools import chain, compress, islice
 from typing import TYPE_CHECKING, Final, cast
 
 import numpy as np
@@ -65,21 +66,9 @@ def is_adapted(req_context: ReqContext) -> bool:
     return bool((req_context.kv_transfer_params or {}).get(ADAPTED))
 
 
-class HostBlock:
-    """A block of KV.
-
-    Attributes:
-        row: its row of host memory.
-        ref_cnt: transfers that read it; -1 until it is written.
-        is_fleeting: it must not outlive the engine.
-    """
-
-    __slots__ = ("is_fleeting", "ref_cnt", "row")
-
-    def __init__(self, row: int, ref_cnt: int, is_fleeting: bool) -> None:
-        self.row = row
-        self.ref_cnt = ref_cnt
-        self.is_fleeting = is_fleeting
+def _chosen(keys: Collection[OffloadKey], is_chosen: np.ndarray) -> Sequence[OffloadKey]:
+    """Return the keys that are chosen, in their order."""
+    return [*keys] if is_chosen.all() else [*compress(keys, is_chosen)]
 
 
 class HostTier:
@@ -117,7 +106,12 @@ class HostTier:
         self.num_rows = num_rows
         self._is_selective = is_selective
         self._tree = controller.tree
-        self._blocks: dict[OffloadKey, HostBlock] = {}
+        self._row_of: dict[OffloadKey, int] = {}
+        self._num_reads = array("i", bytes(4 * num_rows))
+        """Transfers that read each row; -1 until it is written."""
+        self._reads_of = np.frombuffer(self._num_reads, np.int32)  # the same, of many rows at once
+        self._is_fleeting = np.zeros(num_rows, bool)
+        """Rows whose block must not outlive the engine."""
         self._num_read = self._num_written = 0  # blocks that transfers read, or write
         self._are_kept_forgotten = False
         """Rows that copies from before a reset use may hold what was forgotten."""
@@ -140,12 +134,13 @@ class HostTier:
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         """Return whether a block is here, and promise it to the request that is looked up."""
-        block = self._blocks.get(key)
-        if block is None or key in self.controller.leaving:
+        row = self._row_of.get(key)
+        if row is None or key in self.controller.leaving:
             return LookupResult.MISS
-        if self.promises.is_looking_up and self.promises.add(key, is_ready=block.ref_cnt != _WRITING):
+        is_writing = self._num_reads[row] == _WRITING
+        if self.promises.is_looking_up and self.promises.add(key, is_ready=not is_writing):
             self._to_hold.append(key)
-        return LookupResult.HIT_PENDING if block.ref_cnt == _WRITING else LookupResult.HIT
+        return LookupResult.HIT_PENDING if is_writing else LookupResult.HIT
 
     def get_load_source(self, key: OffloadKey, req_context: ReqContext) -> CacheHitSource:
         """Return the tier's name for statistics."""
@@ -156,24 +151,22 @@ class HostTier:
 
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> CPULoadStoreSpec:
         """Hold blocks that are about to be read, and return their rows."""
-        blocks = [self._blocks[key] for key in keys]
-        idle = [key for key, block in zip(keys, blocks, strict=True) if block.ref_cnt == 0]
+        rows = self.rows_of(keys)
+        num_reads = self._reads_of[rows]
+        assert num_reads.min(initial=0) >= 0, "a block is read before it is written"
+        idle = _chosen(keys, num_reads == 0)
         self._hold(idle)
         self._num_read += len(idle)
-        for block in blocks:
-            assert block.ref_cnt >= 0, "a block is read before it is written"
-            block.ref_cnt += 1
-        return CPULoadStoreSpec([block.row for block in blocks])
+        self._reads_of[rows] += 1
+        return CPULoadStoreSpec(rows)
 
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         """Release blocks that were read."""
-        released: list[OffloadKey] = []
-        for key in keys:
-            block = self._blocks[key]
-            assert block.ref_cnt > 0, "a block is released that is not read"
-            block.ref_cnt -= 1
-            if not block.ref_cnt:
-                released.append(key)
+        rows = self.rows_of(keys)
+        num_reads = self._reads_of[rows]
+        assert num_reads.min(initial=1) > 0, "a block is released that is not read"
+        self._reads_of[rows] -= 1
+        released = _chosen(keys, num_reads == 1)
         self._num_read -= len(released)
         self._release(released)
 
@@ -197,11 +190,11 @@ class HostTier:
             success: whether they are written.
             num_readers: lower tiers that read them from now on, each until :meth:`complete_read`.
         """
-        ended: list[OffloadKey] = []
-        for key, block in zip(keys, map(self._blocks.get, keys), strict=True):
-            if block is not None and block.ref_cnt == _WRITING:
-                block.ref_cnt = num_readers
-                ended.append(key)
+        keys = [key for key in keys if key in self._row_of]  # a reset may have dropped some
+        rows = np.array(self.rows_of(keys), np.int64)
+        is_written = self._reads_of[rows] == _WRITING
+        ended = _chosen(keys, is_written)
+        self._reads_of[rows[is_written]] = num_readers
         self._num_written -= len(ended)
         if not success:
             for key in ended:
@@ -246,8 +239,8 @@ class HostTier:
     def reset_cache(self) -> None:
         """Drop everything; what is stored after it does not outlive the engine: its weights may have changed."""
         self._are_kept_forgotten |= bool(self.controller.leaving)
-        self._emit([key for key, block in self._blocks.items() if block.ref_cnt != _WRITING], removed=True)
-        self._take_out(list(self._blocks))
+        self._emit([key for key, row in self._row_of.items() if self._num_reads[row] != _WRITING], removed=True)
+        self._take_out(list(self._row_of))
         self._num_read = self._num_written = 0
         self._unknown.clear()
         self._others.clear()
@@ -270,12 +263,11 @@ class HostTier:
 
     def rows_of(self, keys: Iterable[OffloadKey]) -> list[int]:
         """Return the rows of blocks that are here."""
-        return [self._blocks[key].row for key in keys]
+        return [*map(self._row_of.__getitem__, keys)]
 
     def row_of(self, key: OffloadKey) -> int | None:
         """Return the row of a block that is here."""
-        block = self._blocks.get(key)
-        return None if block is None else block.row
+        return self._row_of.get(key)
 
     def begin_lookup(self, request_id: str, num_local_tokens: int) -> None:
         """Promise what is looked up from now on to a request, instead of what it was promised before.
@@ -296,7 +288,7 @@ class HostTier:
 
     def adopt(self, rows: Mapping[OffloadKey, int]) -> None:
         """Take up blocks that an engine before left in their rows; the tier is empty and the tree knows them."""
-        assert not self._blocks
+        assert not self._row_of
         self.rows.take(rows.values())
         self._insert([*rows], [*rows.values()], 0, is_fleeting=False)
         self._release([*rows])
@@ -309,8 +301,8 @@ class HostTier:
         nodes = [node for node in tree.nodes() if node.id in tree.rekeyed]
         tree.rekeyed.clear()
         keys = [key for node in nodes for unit in node.keys for key in self._keys_of(cast("Key", unit))]
-        ready = [key for key in keys if self._blocks[key].ref_cnt != _WRITING]
-        journal.unseal([self._blocks[key].row for key in ready])
+        ready = [key for key in keys if self._num_reads[self._row_of[key]] != _WRITING]
+        journal.unseal(self.rows_of(ready))
         self._seal(ready)
 
     # A holder of what may be forgotten
@@ -319,7 +311,7 @@ class HostTier:
         """Drop blocks, or let no look-up find those that are being copied."""
         keys = [key for unit in forgotten.units for key in self._keys_of(unit)]
         if forgotten.is_all:
-            keys = list(self._blocks)
+            keys = list(self._row_of)
         self.controller.leaving.update(dict.fromkeys(keys))
         self._drop_leaving()
         self._overwrite_unused()
@@ -347,16 +339,16 @@ class HostTier:
 
         Of other groups that is what a hit may need.
         """
-        blocks, has_groups = self._blocks, self._others.has_groups
+        has_groups = self._others.has_groups
         if has_groups:
-            keys = [key for key in keys if key in blocks or self._is_needed(key)]
+            keys = [key for key in keys if key in self._row_of or self._is_needed(key)]
         num_free = self.rows.num_free
         if has_groups or not self._is_selective or len(keys) <= num_free:
             return keys, []
         new = self._not_here(keys)
         units = units_of(keys)
         shield = self._tree.shielded(units)
-        num_spare = len(self._spare(set(keys), len(blocks))) if self._unknown else 0
+        num_spare = len(self._spare(set(keys), len(self._row_of))) if self._unknown else 0
         new_units = units if len(new) == len(keys) else units_of(new)
         admission = admit(self._tree, Tier.HOST, new_units, num_free + num_spare, shield)
         if admission.num_admitted < len(new):
@@ -368,11 +360,11 @@ class HostTier:
         """Return which of the ``keys`` of a request may be stored, evicting others of the same owners for them."""
         if not self._tree.tiers[Tier.HOST].shares.quotas:
             return keys
-        new = [key for key in keys if key not in self._blocks and self.groups.is_main(key)]
+        new = [key for key in keys if key not in self._row_of and self.groups.is_main(key)]
         shield = self._tree.shielded(units_of(keys))
         num_admitted, evicted = admit_within_quotas(self._tree, Tier.HOST, [*map(unit_of, new)], shield)
         gone = [key for run in evicted for unit in run.keys for key in self._keys_of(cast("Key", unit))]
-        self._drop_idle([key for key in gone if not self._blocks[key].ref_cnt])
+        self._drop_idle([key for key in gone if not self._num_reads[self._row_of[key]]])
         left_out = {unit_of(key) for key in new[num_admitted:]}
         return [key for key in keys if unit_of(key) not in left_out]
 
@@ -423,20 +415,21 @@ class HostTier:
         self._emit(evicted, removed=True)
         return evicted
 
-    def _insert(self, keys: Sequence[OffloadKey], rows: Sequence[int], ref_cnt: int, *, is_fleeting: bool) -> None:
+    def _insert(self, keys: Sequence[OffloadKey], rows: Sequence[int], num_reads: int, *, is_fleeting: bool) -> None:
         """Put blocks into rows, held until :meth:`_release`."""
-        blocks = [HostBlock(row, ref_cnt, is_fleeting) for row in rows]
-        self._blocks.update(zip(keys, blocks, strict=True))
+        self._row_of.update(zip(keys, rows, strict=True))
+        self._reads_of[rows] = num_reads
+        self._is_fleeting[rows] = is_fleeting
         for node, units in self._arrive(keys).items():
             self._tree.acquire_units(node, units, Tier.HOST)
             self._tree.add(node, units, Tier.HOST)
         if self.promises.is_looking_up:  # they are held already
             for key in keys:
-                self.promises.add(key, is_ready=ref_cnt != _WRITING)
+                self.promises.add(key, is_ready=num_reads != _WRITING)
 
     def _not_here(self, keys: Collection[OffloadKey]) -> list[OffloadKey]:
-        blocks = self._blocks
-        return [*keys] if blocks.keys().isdisjoint(keys) else [key for key in keys if key not in blocks]
+        here = self._row_of
+        return [*keys] if here.keys().isdisjoint(keys) else [key for key in keys if key not in here]
 
     def _arrive(self, keys: Sequence[OffloadKey]) -> Mapping[TreeNode, int]:
         """Return the units of new blocks of full attention, by node, and note which the tree does not know."""
@@ -467,16 +460,14 @@ class HostTier:
                 self._seal(keys)
             self._unhold([key for key in keys if key not in self.promises] if self.promises else keys)
             return
-        units = units_of(keys)
         if self.journal is not None:
-            self._seal(keys, units)
-        for node, mask in self._tree.units_of(units).items():
+            self._seal(keys)
+        for node, mask in self._tree.units_of(units_of(keys)).items():
             self._tree.release_units(node, mask, Tier.HOST)
 
     def _unhold(self, keys: Iterable[OffloadKey]) -> None:
         """Let blocks be evicted; those that a transfer uses stay held."""
-        blocks = self._blocks
-        idle = [key for key in keys if (block := blocks.get(key)) is not None and not block.ref_cnt]
+        idle = [key for key in keys if (row := self._row_of.get(key)) is not None and not self._num_reads[row]]
         main = self._main_of(idle)
         for key in idle if len(main) < len(idle) else ():
             if not self.groups.is_main(key) and self._locate(key) is not None:
@@ -485,26 +476,18 @@ class HostTier:
         for node, units in self._tree.units_of(units_of(main)).items():
             self._tree.release_units(node, units, Tier.HOST)
 
-    def _seal(self, keys: Sequence[OffloadKey], units: Sequence[Key] | None = None) -> None:
-        """Have the journal note what lies in the rows of blocks, as far as it may outlive the engine.
-
-        ``units`` are those of the keys, if they are known.
-        """
-        journal, blocks, tree = self.journal, self._blocks, self._tree
+    def _seal(self, keys: Sequence[OffloadKey]) -> None:
+        """Have the journal note what lies in the rows of blocks, as far as it may outlive the engine."""
+        journal, tree = self.journal, self._tree
         assert journal is not None
-        held = [blocks[key] for key in keys]
-        if any(block.is_fleeting for block in held):
-            lasting = [key for key in keys if not blocks[key].is_fleeting]
-            if not lasting:
-                return
-            keys, units, held = lasting, None, [blocks[key] for key in lasting]
-        rows = [block.row for block in held]
+        keys = _chosen(keys, ~self._is_fleeting[self.rows_of(keys)])
+        rows = self.rows_of(keys)
         if self._others.has_groups:
             for key, row in zip(keys, rows, strict=True):
                 if self._locate(key) is not None:
                     journal.seal([row], [self.groups.chunk_name(key)], self.groups.note_of(tree, key))
             return
-        units = units_of(keys) if units is None else units
+        units = units_of(keys)
         for at, first, length in tree.runs(units):
             journal.seal(rows[at : at + length], units[at : at + length], self.groups.note_at(tree, first))
 
@@ -533,8 +516,7 @@ class HostTier:
 
     def _take_out(self, keys: Sequence[OffloadKey]) -> list[int]:
         """Take blocks out of the tier, and return their rows."""
-        pop = self._blocks.pop
-        rows = [pop(key).row for key in keys]
+        rows = [*map(self._row_of.pop, keys)]
         self.promises.settle(keys)
         if self._others.has_groups:
             for key in keys:
@@ -549,25 +531,25 @@ class HostTier:
         """Drop what is forgotten and used by no transfer; return how many blocks."""
         leaving, gone = self.controller.leaving, []
         for key in map(OffloadKey, list(leaving)):
-            block = self._blocks.get(key)
-            if block is None or not block.ref_cnt:
+            row = self._row_of.get(key)
+            if row is None or not self._num_reads[row]:
                 del leaving[key]
-            if block is not None and not block.ref_cnt:
+            if row is not None and not self._num_reads[row]:
                 gone.append(key)
         self._drop_idle(gone)
         return len(gone)
 
     def _overwrite_unused(self) -> None:
         rows = np.frombuffer(self.get_kv_memoryview(), np.uint8).reshape(self.get_kv_memoryview().shape)
-        for row in self.rows.take_unused([block.row for block in self._blocks.values()]):
+        for row in self.rows.take_unused(self._row_of.values()):
             rows[row] = 0
         if self.journal is not None:
             self.journal.scrub()
 
     def _spare(self, kept: Collection[OffloadKey], count: int) -> list[OffloadKey]:
         """Return up to ``count`` blocks that no tree is asked for, without those ``kept``: unknown, or of no use."""
-        blocks, promises = self._blocks, self.promises
-        unknown = (key for key in self._unknown if not blocks[key].ref_cnt and key not in promises)
+        rows, promises = self._row_of, self.promises
+        unknown = (key for key in self._unknown if not self._num_reads[rows[key]] and key not in promises)
         return list(islice((key for key in chain(unknown, self._others.useless()) if key not in kept), count))
 
     def _is_needed(self, key: OffloadKey) -> bool:
@@ -578,12 +560,12 @@ class HostTier:
         return self.groups.is_worth_keeping(self._tree, group, unit_of(key), partial(self._has, group=group))
 
     def _has(self, unit: Key, *, group: int) -> bool:
-        return OffloadKey(offload_key(unit, group)) in self._blocks
+        return OffloadKey(offload_key(unit, group)) in self._row_of
 
     def _keys_of(self, unit: Key) -> list[OffloadKey]:
         """Return the blocks that are here of a unit, one for each group."""
         keys = [OffloadKey(offload_key(unit, group)) for group in (self.groups.main, *self.groups.others)]
-        return [key for key in keys if key in self._blocks]
+        return [key for key in keys if key in self._row_of]
 
     def _locate(self, key: OffloadKey) -> Location | None:
         return self._tree.locate(unit_of(key))
