@@ -15,7 +15,7 @@ from array import array
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain, compress, islice
-from typing import TYPE_CHECKING, Final, cast
+from typing import TYPE_CHECKING, Final, TypeVar, cast
 
 import numpy as np
 
@@ -56,6 +56,7 @@ if TYPE_CHECKING:
 ADAPTED: Final = "ragcache_adapted"
 """Marks, in its ``kv_transfer_params``, a request whose KV an adapter (LoRA) computes."""
 _WRITING: Final = -1
+Item = TypeVar("Item")
 
 
 def is_adapted(req_context: ReqContext) -> bool:
@@ -66,9 +67,9 @@ def is_adapted(req_context: ReqContext) -> bool:
     return bool((req_context.kv_transfer_params or {}).get(ADAPTED))
 
 
-def _chosen(keys: Collection[OffloadKey], is_chosen: np.ndarray) -> Sequence[OffloadKey]:
-    """Return the keys that are chosen, in their order."""
-    return [*keys] if is_chosen.all() else [*compress(keys, is_chosen)]
+def _chosen(items: Iterable[Item], is_chosen: np.ndarray) -> list[Item]:
+    """Return the items that are chosen, in their order."""
+    return [*items] if is_chosen.all() else [*compress(items, is_chosen)]
 
 
 class HostTier:
@@ -166,9 +167,10 @@ class HostTier:
         num_reads = self._reads_of[rows]
         assert num_reads.min(initial=1) > 0, "a block is released that is not read"
         self._reads_of[rows] -= 1
-        released = _chosen(keys, num_reads == 1)
+        is_last = num_reads == 1
+        released = _chosen(keys, is_last)
         self._num_read -= len(released)
-        self._release(released)
+        self._release(released, _chosen(rows, is_last))
 
     def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
         """Return rows for what is new of a request's blocks; None where too little can be evicted.
@@ -190,11 +192,12 @@ class HostTier:
             success: whether they are written.
             num_readers: lower tiers that read them from now on, each until :meth:`complete_read`.
         """
-        keys = [key for key in keys if key in self._row_of]  # a reset may have dropped some
-        rows = np.array(self.rows_of(keys), np.int64)
+        rows = [row for key in keys if (row := self._row_of.get(key)) is not None]
+        if len(rows) < len(keys):  # a reset has dropped some
+            keys = [key for key in keys if key in self._row_of]
         is_written = self._reads_of[rows] == _WRITING
-        ended = _chosen(keys, is_written)
-        self._reads_of[rows[is_written]] = num_readers
+        ended, rows = _chosen(keys, is_written), _chosen(rows, is_written)
+        self._reads_of[rows] = num_readers
         self._num_written -= len(ended)
         if not success:
             for key in ended:
@@ -204,7 +207,7 @@ class HostTier:
         if num_readers:  # they stay held; the journal is not kept beside lower tiers
             self._num_read += len(ended)
         else:
-            self._release(ended)
+            self._release(ended, rows)
         self._emit(ended, removed=False)
 
     complete_read, complete_write = complete_load, complete_store
@@ -291,7 +294,7 @@ class HostTier:
         assert not self._row_of
         self.rows.take(rows.values())
         self._insert([*rows], [*rows.values()], 0, is_fleeting=False)
-        self._release([*rows])
+        self._release([*rows], [*rows.values()])
 
     def note_names(self) -> None:
         """Have the journal note the documents of blocks that were named after they had come here."""
@@ -303,7 +306,7 @@ class HostTier:
         keys = [key for node in nodes for unit in node.keys for key in self._keys_of(cast("Key", unit))]
         ready = [key for key in keys if self._num_reads[self._row_of[key]] != _WRITING]
         journal.unseal(self.rows_of(ready))
-        self._seal(ready)
+        self._seal(ready, self.rows_of(ready), units_of(ready))
 
     # A holder of what may be forgotten
 
@@ -453,16 +456,17 @@ class HostTier:
         for node, units in self._tree.units_of(units_of(main)).items():
             self._tree.acquire_units(node, units, Tier.HOST)
 
-    def _release(self, keys: Sequence[OffloadKey]) -> None:
+    def _release(self, keys: Sequence[OffloadKey], rows: Sequence[int]) -> None:
         """Let blocks be evicted that no transfer uses any more, unless they are promised."""
         if self._others.has_groups or self.promises:
             if self.journal is not None:
-                self._seal(keys)
+                self._seal(keys, rows, units_of(keys))
             self._unhold([key for key in keys if key not in self.promises] if self.promises else keys)
             return
+        units = units_of(keys)
         if self.journal is not None:
-            self._seal(keys)
-        for node, mask in self._tree.units_of(units_of(keys)).items():
+            self._seal(keys, rows, units)
+        for node, mask in self._tree.units_of(units).items():
             self._tree.release_units(node, mask, Tier.HOST)
 
     def _unhold(self, keys: Iterable[OffloadKey]) -> None:
@@ -476,18 +480,18 @@ class HostTier:
         for node, units in self._tree.units_of(units_of(main)).items():
             self._tree.release_units(node, units, Tier.HOST)
 
-    def _seal(self, keys: Sequence[OffloadKey]) -> None:
+    def _seal(self, keys: Sequence[OffloadKey], rows: Sequence[int], units: Sequence[Key]) -> None:
         """Have the journal note what lies in the rows of blocks, as far as it may outlive the engine."""
         journal, tree = self.journal, self._tree
         assert journal is not None
-        keys = _chosen(keys, ~self._is_fleeting[self.rows_of(keys)])
-        rows = self.rows_of(keys)
+        is_lasting = ~self._is_fleeting[rows]
+        if not is_lasting.all():
+            keys, rows, units = (_chosen(each, is_lasting) for each in (keys, rows, units))
         if self._others.has_groups:
             for key, row in zip(keys, rows, strict=True):
                 if self._locate(key) is not None:
                     journal.seal([row], [self.groups.chunk_name(key)], self.groups.note_of(tree, key))
             return
-        units = units_of(keys)
         for at, first, length in tree.runs(units):
             journal.seal(rows[at : at + length], units[at : at + length], self.groups.note_at(tree, first))
 

@@ -97,8 +97,6 @@ class TreeFreeBlockQueue(FreeKVCacheBlockQueue):
             blocks += self._evict(n - len(blocks))
             if n < _EVICTED_AHEAD:
                 self._evict_ahead()
-        if self._copies:
-            self._copies.difference_update(block.block_id for block in blocks)
         return blocks
 
     def append(self, block: KVCacheBlock) -> None:
@@ -238,13 +236,12 @@ class TreeFreeBlockQueue(FreeKVCacheBlockQueue):
         """Make the blocks of evicted units spare, and take their content off free copies as well."""
         for unit in _keys_of(evicted) if self._others else ():
             self._others.lose_unit(unit)
-        blocks = {block.block_id: block for block in _slots_of(evicted)}
-        self._spare |= blocks
-        gone = set(blocks)
-        for block in blocks.values() if self._copies else ():
-            gone.update(copy.block_id for copy in cached_copies(self._pool, block.block_hash) if not copy.ref_cnt)
-        self._copies -= gone
-        self._pool.drop_contents(gone)
+        blocks = [*_slots_of(evicted)]
+        self._spare.update((block.block_id, block) for block in blocks)
+        for block in blocks if self._copies else ():
+            copies = cached_copies(self._pool, block.block_hash)
+            self._pool.evict_blocks({copy.block_id for copy in copies if copy is not block and not copy.ref_cnt})
+        self._pool.drop_contents(blocks)
 
     def _masks_of(self, blocks: Sequence[KVCacheBlock]) -> tuple[dict[TreeNode, int], list[KVCacheBlock]]:
         """Return the units of blocks, by node, and the blocks that are no unit's.
@@ -307,8 +304,7 @@ class TreeFreeBlockQueue(FreeKVCacheBlockQueue):
         place = None if block_hash is None else self._tree.locate(get_block_hash(block_hash))
         if block_hash is None or place is None:
             self._spare[block_id] = block
-            self._copies.discard(block_id)
-            self._pool.drop_contents({block_id})  # else a look-up could hit what the tree cannot delete
+            self._pool.evict_blocks({block_id})  # else a look-up could hit what the tree cannot delete
             return None
         if not self._is_main(block_hash):
             self._take_back_other(block, block_hash)
@@ -374,6 +370,7 @@ class TreeFreeBlockQueue(FreeKVCacheBlockQueue):
         if len(blocks) < n:
             size_of = self._others.size_of if self._others else None
             evicted = self._tree.evict_up_to(Tier.GPU, n - len(blocks), size_of=size_of)
+            self._pool.drop_contents(_slots_of(evicted))
             blocks += _slots_of(evicted)
             for unit in _keys_of(evicted) if size_of is not None else ():
                 for block_id in self._others.of_unit(unit):
@@ -416,8 +413,6 @@ class TreeBlockPool(BlockPool):
     controller: CacheController
     free_block_queue: TreeFreeBlockQueue
     enable_kv_cache_events: bool
-    _is_told = True
-    """Whether the queue has to be told of content that vLLM takes off a block."""
 
     def follow(self, controller: CacheController) -> TreeFreeBlockQueue:
         """Let the controller's tree order the free blocks; return their queue."""
@@ -540,28 +535,20 @@ class TreeBlockPool(BlockPool):
             for block in blocks:
                 self.metrics_collector.on_block_accessed(block)
 
-    def get_new_blocks(self, num_blocks: int) -> list[KVCacheBlock]:
-        self._is_told = False  # the queue allocates no unit's block
-        try:
-            blocks: list[KVCacheBlock] = super().get_new_blocks(num_blocks)
-        finally:
-            self._is_told = True
-        return blocks
-
-    def drop_contents(self, block_ids: set[int]) -> None:
-        """Take the content off free blocks that are no unit's."""
-        was_told, self._is_told = self._is_told, False
-        try:
-            self.evict_blocks(block_ids)
-        finally:
-            self._is_told = was_told
+    def drop_contents(self, blocks: Iterable[KVCacheBlock]) -> None:
+        """Take the content off blocks that were units' until the tree evicted them."""
+        if self.enable_kv_cache_events or self.cached_block_hashes_by_block:
+            self.evict_blocks({block.block_id for block in blocks})
+            return
+        drop = self.cached_block_hash_to_block.pop
+        for block in blocks:
+            drop(block.block_hash, block.block_id)
+            block.reset_hash()
 
     def _remove_cached_block_hashes(self, block: KVCacheBlock) -> list[bytes]:
         block_hash = block.block_hash
         if block_hash is None:  # as of most blocks that are allocated while the cache is not full
             return []
-        if not self._is_told:
-            return cast("list[bytes]", super()._remove_cached_block_hashes(block))
         queue = self.free_block_queue
         queue.place_returned()  # while they have their content
         removed: list[bytes] = super()._remove_cached_block_hashes(block)
