@@ -6,7 +6,7 @@ group of KV caches. The tree knows those of full attention; those of other group
 (:class:`OtherBlocks`).
 
 A block that a transfer uses is held, and so is one that a waiting request was promised (:class:`Promises`). The tree
-learns what arrives and what is no longer used by node, not by block.
+keeps the rows of its units, and learns what arrives and what is no longer used: by node, not by block.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import chain, compress, islice
+from itertools import chain, compress, islice, repeat
 from typing import TYPE_CHECKING, Final, TypeVar, cast
 
 import numpy as np
@@ -47,7 +47,6 @@ from ragcache_core.vllm_plugin.offload.host_stats import HostStats
 from ragcache_core.vllm_plugin.offload.promises import Promises
 
 if TYPE_CHECKING:
-    from ragcache_core.tree import TreeNode
     from ragcache_core.vllm_plugin.cache.controller import CacheController
     from ragcache_core.vllm_plugin.cache.request_state import Key
     from ragcache_core.vllm_plugin.compat import SharedOffloadRegion
@@ -107,7 +106,9 @@ class HostTier:
         self.num_rows = num_rows
         self._is_selective = is_selective
         self._tree = controller.tree
-        self._row_of: dict[OffloadKey, int] = {}
+        self._tier = controller.tree.tiers[Tier.HOST]
+        self._loose: dict[OffloadKey, int] = {}
+        """Rows of blocks that are no unit of the tree: of other groups, and unknown ones."""
         self._num_reads = array("i", bytes(4 * num_rows))
         """Transfers that read each row; -1 until it is written."""
         self._reads_of = np.frombuffer(self._num_reads, np.int32)  # the same, of many rows at once
@@ -135,7 +136,7 @@ class HostTier:
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         """Return whether a block is here, and promise it to the request that is looked up."""
-        row = self._row_of.get(key)
+        row = self.row_of(key)
         if row is None or key in self.controller.leaving:
             return LookupResult.MISS
         is_writing = self._num_reads[row] == _WRITING
@@ -192,9 +193,7 @@ class HostTier:
             success: whether they are written.
             num_readers: lower tiers that read them from now on, each until :meth:`complete_read`.
         """
-        rows = [row for key in keys if (row := self._row_of.get(key)) is not None]
-        if len(rows) < len(keys):  # a reset has dropped some
-            keys = [key for key in keys if key in self._row_of]
+        keys, rows = self._here(keys)  # a reset may have dropped some
         is_written = self._reads_of[rows] == _WRITING
         ended, rows = _chosen(keys, is_written), _chosen(rows, is_written)
         self._reads_of[rows] = num_readers
@@ -242,14 +241,17 @@ class HostTier:
     def reset_cache(self) -> None:
         """Drop everything; what is stored after it does not outlive the engine: its weights may have changed."""
         self._are_kept_forgotten |= bool(self.controller.leaving)
-        self._emit([key for key, row in self._row_of.items() if self._num_reads[row] != _WRITING], removed=True)
-        self._take_out(list(self._row_of))
+        contents = self.contents()
+        self._emit([key for key, row in contents.items() if self._num_reads[row] != _WRITING], removed=True)
+        self._loose.clear()
+        self.num_other_blocks = 0
         self._num_read = self._num_written = 0
         self._unknown.clear()
         self._others.clear()
         self.promises.clear()
         self._to_hold.clear()
         if self.journal is not None:
+            self.journal.unseal([*contents.values()])
             self.journal.close()
             self.journal = None
         self._tree.clear_tier(Tier.HOST)
@@ -264,13 +266,29 @@ class HostTier:
 
     # For the connector
 
-    def rows_of(self, keys: Iterable[OffloadKey]) -> list[int]:
+    def rows_of(self, keys: Collection[OffloadKey]) -> list[int]:
         """Return the rows of blocks that are here."""
-        return [*map(self._row_of.__getitem__, keys)]
+        _, rows = self._here(keys)
+        assert len(rows) == len(keys), "a block is not here"
+        return rows
+
+    def contents(self) -> dict[OffloadKey, int]:
+        """Return the row of each block that is here; O(blocks)."""
+        rows = dict(self._loose)
+        for node in self._tree.nodes():
+            units = cast("list[Key]", node.keys) if self._tier.slots[node.id] is not None else []
+            keys = cast("list[OffloadKey]", offload_keys(units, self.groups.main))
+            slots = self._tier.slots[node.id] or ()
+            rows |= {key: row for key, row in zip(keys, slots, strict=False) if row is not None}
+        return rows
 
     def row_of(self, key: OffloadKey) -> int | None:
         """Return the row of a block that is here."""
-        return self._row_of.get(key)
+        if key in self._loose:
+            return self._loose[key]
+        place = None if self._others.has_groups and not self.groups.is_main(key) else self._locate(key)
+        slots = None if place is None else self._tier.slots[place.node.id]
+        return slots[place.unit] if place is not None and slots is not None and place.unit < len(slots) else None
 
     def begin_lookup(self, request_id: str, num_local_tokens: int) -> None:
         """Promise what is looked up from now on to a request, instead of what it was promised before.
@@ -291,7 +309,7 @@ class HostTier:
 
     def adopt(self, rows: Mapping[OffloadKey, int]) -> None:
         """Take up blocks that an engine before left in their rows; the tier is empty and the tree knows them."""
-        assert not self._row_of
+        assert not self._loose
         self.rows.take(rows.values())
         self._insert([*rows], [*rows.values()], 0, is_fleeting=False)
         self._release([*rows], [*rows.values()])
@@ -304,9 +322,11 @@ class HostTier:
         nodes = [node for node in tree.nodes() if node.id in tree.rekeyed]
         tree.rekeyed.clear()
         keys = [key for node in nodes for unit in node.keys for key in self._keys_of(cast("Key", unit))]
-        ready = [key for key in keys if self._num_reads[self._row_of[key]] != _WRITING]
-        journal.unseal(self.rows_of(ready))
-        self._seal(ready, self.rows_of(ready), units_of(ready))
+        rows = self.rows_of(keys)
+        is_ready = self._reads_of[rows] != _WRITING
+        ready, rows = _chosen(keys, is_ready), _chosen(rows, is_ready)
+        journal.unseal(rows)
+        self._seal(ready, rows, units_of(ready))
 
     # A holder of what may be forgotten
 
@@ -314,7 +334,7 @@ class HostTier:
         """Drop blocks, or let no look-up find those that are being copied."""
         keys = [key for unit in forgotten.units for key in self._keys_of(unit)]
         if forgotten.is_all:
-            keys = list(self._row_of)
+            keys = list(self.contents())
         self.controller.leaving.update(dict.fromkeys(keys))
         self._drop_leaving()
         self._overwrite_unused()
@@ -344,14 +364,14 @@ class HostTier:
         """
         has_groups = self._others.has_groups
         if has_groups:
-            keys = [key for key in keys if key in self._row_of or self._is_needed(key)]
+            keys = [key for key in keys if self.row_of(key) is not None or self._is_needed(key)]
         num_free = self.rows.num_free
         if has_groups or not self._is_selective or len(keys) <= num_free:
             return keys, []
         new = self._not_here(keys)
         units = units_of(keys)
         shield = self._tree.shielded(units)
-        num_spare = len(self._spare(set(keys), len(self._row_of))) if self._unknown else 0
+        num_spare = len(self._spare(set(keys), len(self._unknown))) if self._unknown else 0
         new_units = units if len(new) == len(keys) else units_of(new)
         admission = admit(self._tree, Tier.HOST, new_units, num_free + num_spare, shield)
         if admission.num_admitted < len(new):
@@ -363,11 +383,10 @@ class HostTier:
         """Return which of the ``keys`` of a request may be stored, evicting others of the same owners for them."""
         if not self._tree.tiers[Tier.HOST].shares.quotas:
             return keys
-        new = [key for key in keys if key not in self._row_of and self.groups.is_main(key)]
+        new = [key for key in keys if self.groups.is_main(key) and self.row_of(key) is None]
         shield = self._tree.shielded(units_of(keys))
         num_admitted, evicted = admit_within_quotas(self._tree, Tier.HOST, [*map(unit_of, new)], shield)
-        gone = [key for run in evicted for unit in run.keys for key in self._keys_of(cast("Key", unit))]
-        self._drop_idle([key for key in gone if not self._num_reads[self._row_of[key]]])
+        self._give_up(evicted, [])
         left_out = {unit_of(key) for key in new[num_admitted:]}
         return [key for key in keys if unit_of(key) not in left_out]
 
@@ -376,19 +395,18 @@ class HostTier:
     ) -> PrepareStoreOutput | None:
         """Return rows for what is new; ``chosen`` units have left the tree for it already."""
         new = self._not_here(keys)
-        evicted = self._evict(len(new) - self.rows.num_free, keys, chosen)
-        if evicted is None:
+        if not self._evict(len(new) - self.rows.num_free, keys, chosen):
             return None
         rows = self.rows.allocate(len(new))
         self._stats.on_allocated(len(new))
         self._num_written += len(new)
         self._insert(new, rows, _WRITING, is_fleeting=is_adapted(req_context))
-        return PrepareStoreOutput(keys_to_store=new, store_spec=CPULoadStoreSpec(rows), evicted_keys=evicted)
+        return PrepareStoreOutput(keys_to_store=new, store_spec=CPULoadStoreSpec(rows), evicted_keys=[])  # never read
 
-    def _evict(self, num: int, protected: Collection[OffloadKey], chosen: list[EvictedRun]) -> list[OffloadKey] | None:
-        """Free ``num`` rows, and those of ``chosen`` units; return what went, None where too little can."""
+    def _evict(self, num: int, protected: Collection[OffloadKey], chosen: list[EvictedRun]) -> bool:
+        """Free ``num`` rows, and those of ``chosen`` units; return False where too little can go."""
         if num <= 0 and not chosen:
-            return []
+            return True
         others = self._others
         num_chosen = total_size(chosen, others.size_of if others else None)
         spare = self._spare(set(protected), max(num - num_chosen, 0)) if self._unknown or others else []
@@ -405,43 +423,67 @@ class HostTier:
             free = (key for key in others if key not in kept)
             loose = list(islice(free, num - len(spare)))
             if num > len(spare) + len(loose):
-                return None
+                return False
             runs, spare = [], spare + loose
-        units = cast("list[Key]", [*chain.from_iterable(run.keys for run in runs)])
-        evicted = cast("list[OffloadKey]", offload_keys(units, self.groups.main))
-        if spare or others:
-            beside = [key for unit in units for key in others.of_unit(unit)] if others else []
-            evicted = list(dict.fromkeys([*spare, *evicted, *beside]))
-        for key in spare:
-            self._unknown.pop(key, None)
-        self.rows.free(self._take_out(evicted))
-        self._emit(evicted, removed=True)
-        return evicted
+        self._give_up(runs, spare)
+        return True
+
+    def _give_up(self, evicted: Sequence[EvictedRun], spare: Iterable[OffloadKey]) -> None:
+        """Free the rows of units that the tree has evicted, with what goes with them, and those of ``spare`` blocks."""
+        units = cast("list[Key]", [*chain.from_iterable(run.keys for run in evicted)])
+        beside = chain.from_iterable(map(self._others.of_unit, units)) if self._others else ()
+        loose = dict.fromkeys([*spare, *beside])
+        rows = [*chain.from_iterable(run.slots for run in evicted), *map(self._take_loose, loose)]
+        self.rows.free(rows)
+        if self.journal is not None:
+            self.journal.unseal(rows)
+        if self.events is not None:
+            self._emit([*loose, *cast("list[OffloadKey]", offload_keys(units, self.groups.main))], removed=True)
 
     def _insert(self, keys: Sequence[OffloadKey], rows: Sequence[int], num_reads: int, *, is_fleeting: bool) -> None:
         """Put blocks into rows, held until :meth:`_release`."""
-        self._row_of.update(zip(keys, rows, strict=True))
         self._reads_of[rows] = num_reads
         self._is_fleeting[rows] = is_fleeting
-        for node, units in self._arrive(keys).items():
-            self._tree.acquire_units(node, units, Tier.HOST)
-            self._tree.add(node, units, Tier.HOST)
+        is_unit = [*map(self.groups.is_main, keys)] if self._others.has_groups else repeat(True)
+        main, main_rows = [*compress(keys, is_unit)], [*compress(rows, is_unit)]
+        self.num_other_blocks += len(keys) - len(main)  # such a block is the tier's once nothing uses it
+        num_units = 0
+        for at, (node, first), length in self._tree.runs(units_of(main)):
+            end = first + length
+            self._tier.slots_of(node)[first:end] = main_rows[at : at + length]
+            self._tree.acquire_units(node, (1 << end) - (1 << first), Tier.HOST)
+            self._tree.add(node, (1 << end) - (1 << first), Tier.HOST)
+            num_units += length
+        if num_units < len(keys):
+            for key, row in zip(keys, rows, strict=True):
+                is_known = self._locate(key) is not None
+                if not is_known or not self.groups.is_main(key):
+                    self._loose[key] = row
+                if not is_known:
+                    self._unknown[key] = None
         if self.promises.is_looking_up:  # they are held already
             for key in keys:
                 self.promises.add(key, is_ready=num_reads != _WRITING)
 
     def _not_here(self, keys: Collection[OffloadKey]) -> list[OffloadKey]:
-        here = self._row_of
-        return [*keys] if here.keys().isdisjoint(keys) else [key for key in keys if key not in here]
+        found, _ = self._here(keys)
+        here = frozenset(found)
+        return [key for key in keys if key not in here] if here else [*keys]
 
-    def _arrive(self, keys: Sequence[OffloadKey]) -> Mapping[TreeNode, int]:
-        """Return the units of new blocks of full attention, by node, and note which the tree does not know."""
-        main = self._main_of(keys)
-        self.num_other_blocks += len(keys) - len(main)  # such a block is the tier's once nothing uses it
-        units = self._tree.units_of(units_of(main))
-        if len(main) < len(keys) or sum(mask.bit_count() for mask in units.values()) < len(main):
-            self._unknown.update((key, None) for key in keys if self._locate(key) is None)
-        return units
+    def _here(self, keys: Collection[OffloadKey]) -> tuple[Sequence[OffloadKey], list[int]]:
+        """Return which blocks are here, and their rows; O(nodes) where all are units in the order of their path."""
+        rows: list[int | None]
+        if self._loose or self._others.has_groups:
+            rows = [*map(self.row_of, keys)]
+        else:
+            rows = [None] * len(keys)
+            for at, (node, first), length in self._tree.runs(units_of(keys)):
+                if self._tier.slots[node.id] is not None:
+                    rows[at : at + length] = self._tier.slots_of(node)[first : first + length]
+        if None not in rows:
+            return [*keys], cast("list[int]", rows)
+        found = [(key, row) for key, row in zip(keys, rows, strict=True) if row is not None]
+        return [key for key, _ in found], [row for _, row in found]
 
     def _main_of(self, keys: Sequence[OffloadKey]) -> Sequence[OffloadKey]:
         """Return the blocks of full attention."""
@@ -471,7 +513,8 @@ class HostTier:
 
     def _unhold(self, keys: Iterable[OffloadKey]) -> None:
         """Let blocks be evicted; those that a transfer uses stay held."""
-        idle = [key for key in keys if (row := self._row_of.get(key)) is not None and not self._num_reads[row]]
+        here, rows = self._here([*keys])
+        idle = _chosen(here, self._reads_of[rows] == 0)
         main = self._main_of(idle)
         for key in idle if len(main) < len(idle) else ():
             if not self.groups.is_main(key) and self._locate(key) is not None:
@@ -509,33 +552,31 @@ class HostTier:
 
     def _drop(self, key: OffloadKey) -> None:
         """Take a block out of the tier and of the tree, and free its row."""
-        rows = self._take_out([key])
-        self._unknown.pop(key, None)
+        row = self._take_loose(key) if key in self._loose else self.row_of(key)
+        assert row is not None
+        self.promises.settle([key])
         if self.groups.is_main(key):
             self._others.lose_unit(unit_of(key))
             if (location := self._locate(key)) is not None:
                 self._tree.release_units(location.node, 1 << location.unit, Tier.HOST)
                 self._tree.remove(location.node, 1 << location.unit, Tier.HOST)
-        self.rows.free(rows)
-
-    def _take_out(self, keys: Sequence[OffloadKey]) -> list[int]:
-        """Take blocks out of the tier, and return their rows."""
-        rows = [*map(self._row_of.pop, keys)]
-        self.promises.settle(keys)
-        if self._others.has_groups:
-            for key in keys:
-                if not self.groups.is_main(key):
-                    self.num_other_blocks -= 1
-                    self._others.discard(key)
+        self.rows.free([row])
         if self.journal is not None:
-            self.journal.unseal(rows)
-        return rows
+            self.journal.unseal([row])
+
+    def _take_loose(self, key: OffloadKey) -> int:
+        """Take a block that is no unit out of the tier, and return its row."""
+        self._unknown.pop(key, None)
+        if not self.groups.is_main(key):
+            self.num_other_blocks -= 1
+            self._others.discard(key)
+        return self._loose.pop(key)
 
     def _drop_leaving(self) -> int:
         """Drop what is forgotten and used by no transfer; return how many blocks."""
         leaving, gone = self.controller.leaving, []
         for key in map(OffloadKey, list(leaving)):
-            row = self._row_of.get(key)
+            row = self.row_of(key)
             if row is None or not self._num_reads[row]:
                 del leaving[key]
             if row is not None and not self._num_reads[row]:
@@ -545,15 +586,15 @@ class HostTier:
 
     def _overwrite_unused(self) -> None:
         rows = np.frombuffer(self.get_kv_memoryview(), np.uint8).reshape(self.get_kv_memoryview().shape)
-        for row in self.rows.take_unused(self._row_of.values()):
+        for row in self.rows.take_unused(self.contents().values()):
             rows[row] = 0
         if self.journal is not None:
             self.journal.scrub()
 
     def _spare(self, kept: Collection[OffloadKey], count: int) -> list[OffloadKey]:
         """Return up to ``count`` blocks that no tree is asked for, without those ``kept``: unknown, or of no use."""
-        rows, promises = self._row_of, self.promises
-        unknown = (key for key in self._unknown if not self._num_reads[rows[key]] and key not in promises)
+        promises = self.promises
+        unknown = (key for key in self._unknown if not self._num_reads[self._loose[key]] and key not in promises)
         return list(islice((key for key in chain(unknown, self._others.useless()) if key not in kept), count))
 
     def _is_needed(self, key: OffloadKey) -> bool:
@@ -564,12 +605,12 @@ class HostTier:
         return self.groups.is_worth_keeping(self._tree, group, unit_of(key), partial(self._has, group=group))
 
     def _has(self, unit: Key, *, group: int) -> bool:
-        return OffloadKey(offload_key(unit, group)) in self._row_of
+        return OffloadKey(offload_key(unit, group)) in self._loose
 
     def _keys_of(self, unit: Key) -> list[OffloadKey]:
         """Return the blocks that are here of a unit, one for each group."""
         keys = [OffloadKey(offload_key(unit, group)) for group in (self.groups.main, *self.groups.others)]
-        return [key for key in keys if key in self._row_of]
+        return [key for key in keys if self.row_of(key) is not None]
 
     def _locate(self, key: OffloadKey) -> Location | None:
         return self._tree.locate(unit_of(key))

@@ -396,5 +396,5 @@ def serve_at_random(scheduler: Any, steps: Steps, dice: random.Random) -> list[R
     own = ragcache_connector(scheduler.connector)
     assert not scheduler.requests
     assert not own.copies.num_requests
-    assert not any(own._host._num_reads[row] for row in own._host._row_of.values())
+    assert not any(own._host._num_reads[row] for row in own._host.contents().values())
     return asked

@@ -273,7 +273,7 @@ def test_no_request_reads_kv_of_other_tokens_however_long_the_disk_takes(
             assert not scheduler.requests
             assert not scheduler.connector.copies.num_requests
             host = scheduler.connector._host
-            assert not any(host._num_reads[row] for row in host._row_of.values())
+            assert not any(host._num_reads[row] for row in host.contents().values())
             assert not scheduler._controller.tree.tiers[Tier.HOST].in_use, "nothing is promised for ever"
             num_from_disk += scheduler._controller.counters.num_tokens_by_tier[Tier.DISK]
     assert num_from_disk > 0
