@@ -179,8 +179,9 @@ class HostTier:
         What ranks below all that would have to go is not stored.
         """
         self._hold_promised()
-        offered, chosen = self._admit(keys)
-        return self._store(self._within_quotas(offered), req_context, chosen)
+        offered, new, chosen = self._admit(keys)
+        kept = self._within_quotas(offered)
+        return self._store(kept, new if kept is offered else self._not_here(kept), req_context, chosen)
 
     def complete_store(
         self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True, num_readers: int = 0
@@ -219,7 +220,7 @@ class HostTier:
         self._hold_promised()
         keys = list(self._within_quotas(keys))
         output = None
-        while keys and (output := self._store(keys, req_context, [])) is None:
+        while keys and (output := self._store(keys, self._not_here(keys), req_context, [])) is None:
             del keys[len(keys) // 2 :]
         return output
 
@@ -305,7 +306,8 @@ class HostTier:
 
     def drop_promises(self, request_id: str) -> None:
         """Drop what a request was promised: it has been loaded, or is not wanted any more."""
-        self._unhold(self.promises.drop(request_id))
+        if dropped := self.promises.drop(request_id):
+            self._unhold(dropped)
 
     def adopt(self, rows: Mapping[OffloadKey, int]) -> None:
         """Take up blocks that an engine before left in their rows; the tier is empty and the tree knows them."""
@@ -357,18 +359,19 @@ class HostTier:
 
     # Inside
 
-    def _admit(self, keys: Collection[OffloadKey]) -> tuple[Collection[OffloadKey], list[EvictedRun]]:
-        """Return which of the ``keys`` offered are here or worth their rows, and what the tree evicted for them.
+    def _admit(
+        self, keys: Collection[OffloadKey]
+    ) -> tuple[Collection[OffloadKey], Sequence[OffloadKey], list[EvictedRun]]:
+        """Return which of the ``keys`` are here or worth their rows, which are new, and what was evicted for them.
 
         Of other groups that is what a hit may need.
         """
         has_groups = self._others.has_groups
         if has_groups:
             keys = [key for key in keys if self.row_of(key) is not None or self._is_needed(key)]
-        num_free = self.rows.num_free
+        num_free, new = self.rows.num_free, self._not_here(keys)
         if has_groups or not self._is_selective or len(keys) <= num_free:
-            return keys, []
-        new = self._not_here(keys)
+            return keys, new, []
         units = units_of(keys)
         shield = self._tree.shielded(units)
         num_spare = len(self._spare(set(keys), len(self._unknown))) if self._unknown else 0
@@ -376,8 +379,8 @@ class HostTier:
         admission = admit(self._tree, Tier.HOST, new_units, num_free + num_spare, shield)
         if admission.num_admitted < len(new):
             left_out = set(new[admission.num_admitted :])
-            keys = [key for key in keys if key not in left_out]
-        return keys, admission.evicted
+            keys, new = [key for key in keys if key not in left_out], new[: admission.num_admitted]
+        return keys, new, admission.evicted
 
     def _within_quotas(self, keys: Collection[OffloadKey]) -> Collection[OffloadKey]:
         """Return which of the ``keys`` of a request may be stored, evicting others of the same owners for them."""
@@ -391,10 +394,13 @@ class HostTier:
         return [key for key in keys if unit_of(key) not in left_out]
 
     def _store(
-        self, keys: Collection[OffloadKey], req_context: ReqContext, chosen: list[EvictedRun]
+        self,
+        keys: Collection[OffloadKey],
+        new: Sequence[OffloadKey],
+        req_context: ReqContext,
+        chosen: list[EvictedRun],
     ) -> PrepareStoreOutput | None:
-        """Return rows for what is new; ``chosen`` units have left the tree for it already."""
-        new = self._not_here(keys)
+        """Return rows for the ``new`` ones of ``keys``; ``chosen`` units have left the tree for them already."""
         if not self._evict(len(new) - self.rows.num_free, keys, chosen):
             return None
         rows = self.rows.allocate(len(new))
@@ -511,9 +517,9 @@ class HostTier:
         for node, mask in self._tree.units_of(units).items():
             self._tree.release_units(node, mask, Tier.HOST)
 
-    def _unhold(self, keys: Iterable[OffloadKey]) -> None:
+    def _unhold(self, keys: Collection[OffloadKey]) -> None:
         """Let blocks be evicted; those that a transfer uses stay held."""
-        here, rows = self._here([*keys])
+        here, rows = self._here(keys)
         idle = _chosen(here, self._reads_of[rows] == 0)
         main = self._main_of(idle)
         for key in idle if len(main) < len(idle) else ():
