@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence, Set
-from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
 from ragcache_core.policy.base import NodeStats
@@ -14,8 +13,7 @@ MAX_OTHER_IDS: Final = 32
 """Bound on the names of the same tokens: a client that sends a new name in every request must not grow it forever."""
 
 
-@dataclass(frozen=True, slots=True)
-class PathSegment:
+class PathSegment(NamedTuple):
     """A run of a prompt: the static prefix, a document, or what follows the documents.
 
     ``keys`` name its units of storage in order, and they are chained: two runs with the same key at one place have the
