@@ -86,7 +86,7 @@ class GPUBlocks:
     def num_leading(self, keys: Sequence[Hashable]) -> int:
         """Return how many of ``keys`` are here, up to the first that is not."""
         for i, key in enumerate(keys):
-            if not _is_in(self._tree, key, Tier.GPU):
+            if not self._tree.is_resident(key, Tier.GPU):
                 return i
         return len(keys)
 
@@ -160,7 +160,7 @@ class DiskBlocks:
 
     def has(self, key: Hashable) -> bool:
         """Return whether ``key`` is here."""
-        return _is_in(self._tree, key, Tier.DISK)
+        return self._tree.is_resident(key, Tier.DISK)
 
     def store(self, keys: Sequence[Hashable]) -> None:
         """Write blocks that are not here yet; those that do not fit are dropped, the last first."""
@@ -211,7 +211,7 @@ class HostBlocks:
             self.release(promised)
             promised = []
             for key in keys:
-                if _is_in(self._tree, key, Tier.HOST):
+                if self._tree.is_resident(key, Tier.HOST):
                     self._uses.acquire(key)
                 elif self._disk is not None and self._disk.has(key) and self._make_room(1, [key]):
                     self._insert(key)
@@ -232,7 +232,7 @@ class HostBlocks:
         A selective policy admits only blocks of higher priority than those that would be evicted. With a disk below it
         admits all, since blocks reach the disk through the host.
         """
-        new = [key for key in keys if not _is_in(self._tree, key, Tier.HOST)]
+        new = [key for key in keys if not self._tree.is_resident(key, Tier.HOST)]
         if self._tree.policy.is_selective and self._disk is None:
             num_free = self.num_blocks - self._tier.num_units
             new = new[: admit(self._tree, Tier.HOST, new, num_free, self._tree.shielded(keys)).num_admitted]
@@ -266,8 +266,3 @@ def _located(tree: KnowledgeTree, key: Hashable) -> Location:
     location = tree.locate(key)
     assert location is not None, key
     return location
-
-
-def _is_in(tree: KnowledgeTree, key: Hashable, tier: Tier) -> bool:
-    location = tree.locate(key)
-    return location is not None and bool(tree.resident_mask(location.node, tier) >> location.unit & 1)

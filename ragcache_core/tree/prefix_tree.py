@@ -9,8 +9,8 @@ from ragcache_core.tree.node import MAX_OTHER_IDS, NO_IDS, Location, PathSegment
 from ragcache_core.types import DocId
 
 _IDS_AT_ONCE: Final = 64
-_UNIT_BITS: Final = 32
-_UNITS: Final = (1 << _UNIT_BITS) - 1
+UNIT_BITS: Final = 32
+UNITS: Final = (1 << UNIT_BITS) - 1
 
 
 class PrefixTree:
@@ -202,9 +202,9 @@ class PrefixTree:
         return location.node, location.unit + 1
 
     def _location(self, place: int) -> Location:
-        node = self._nodes[place >> _UNIT_BITS]
+        node = self._nodes[place >> UNIT_BITS]
         assert node is not None
-        return Location(node, place & _UNITS)
+        return Location(node, place & UNITS)
 
     def _node_of(self, key: Hashable) -> TreeNode:
         """Return the node of a unit that is in the tree."""
@@ -212,7 +212,7 @@ class PrefixTree:
 
     def _place(self, node: TreeNode, keys: Sequence[Hashable], first: int = 0) -> None:
         """Note that ``keys`` are the units of ``node`` from ``first`` on."""
-        begin = (node.id << _UNIT_BITS) + first
+        begin = (node.id << UNIT_BITS) + first
         self._places.update(zip(keys, range(begin, begin + len(keys)), strict=True))
 
     def _grow(self, node: TreeNode, keys: Sequence[Hashable], num_tokens: int) -> TreeNode:

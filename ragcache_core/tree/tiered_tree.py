@@ -12,7 +12,7 @@ from typing import Final, NamedTuple
 from ragcache_core.policy.base import ReplacementPolicy
 from ragcache_core.tree.changes import NodeChanges
 from ragcache_core.tree.node import EvictedRun, TreeNode, evicted_runs, runs_of
-from ragcache_core.tree.prefix_tree import PrefixTree
+from ragcache_core.tree.prefix_tree import UNIT_BITS, UNITS, PrefixTree
 from ragcache_core.tree.shares import Owner
 from ragcache_core.tree.tier import TierState
 from ragcache_core.types import DocId, Tier
@@ -75,6 +75,11 @@ class TieredTree(PrefixTree):
     def resident_mask(self, node: TreeNode, tier: Tier) -> int:
         """Return which units of ``node`` lie in ``tier``, one bit each."""
         return self.tiers[tier].resident[node.id]
+
+    def is_resident(self, key: Hashable, tier: Tier) -> bool:
+        """Return whether a unit lies in ``tier``."""
+        place = self._places.get(key)
+        return place is not None and bool(self.tiers[tier].resident[place >> UNIT_BITS] >> (place & UNITS) & 1)
 
     def tiers_of(self, doc_id: DocId, is_own: Callable[[str | None], bool] = lambda _: True) -> list[Tier]:
         """Return the tiers that hold a part of a document, on whichever prefix, in public nodes of some owners.
