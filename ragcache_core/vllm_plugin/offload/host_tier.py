@@ -368,7 +368,7 @@ class HostTier:
         """
         has_groups = self._others.has_groups
         if has_groups:
-            keys = [key for key in keys if self.row_of(key) is not None or self._is_needed(key)]
+            keys = [key for key in keys if key in self._loose or self._is_needed(key)]
         num_free, new = self.rows.num_free, self._not_here(keys)
         if has_groups or not self._is_selective or len(keys) <= num_free:
             return keys, new, []
@@ -478,14 +478,14 @@ class HostTier:
 
     def _here(self, keys: Collection[OffloadKey]) -> tuple[Sequence[OffloadKey], list[int]]:
         """Return which blocks are here, and their rows; O(nodes) where all are units in the order of their path."""
-        rows: list[int | None]
-        if self._loose or self._others.has_groups:
-            rows = [*map(self.row_of, keys)]
-        else:
-            rows = [None] * len(keys)
-            for at, (node, first), length in self._tree.runs(units_of(keys)):
-                if self._tier.slots[node.id] is not None:
-                    rows[at : at + length] = self._tier.slots_of(node)[first : first + length]
+        rows = [*map(self._loose.get, keys)]
+        is_unit = [*map(self.groups.is_main, keys)] if self._others.has_groups else repeat(True)
+        places = [*compress(range(len(rows)), is_unit)]
+        for at, (node, first), length in self._tree.runs(units_of(compress(keys, is_unit))):
+            if self._tier.slots[node.id] is not None:
+                slots = self._tier.slots_of(node)[first : first + length]
+                for place, row in zip(places[at : at + length], slots, strict=True):
+                    rows[place] = rows[place] if row is None else row
         if None not in rows:
             return [*keys], cast("list[int]", rows)
         found = [(key, row) for key, row in zip(keys, rows, strict=True) if row is not None]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -153,7 +152,7 @@ def in_collections(*documents: str, blocks: int = 2) -> list[PathSegment]:
     """A prompt behind a common prefix without an owner. A document's first letter is its collection."""
     segments = prompt(None, "", *documents, blocks=blocks)
     owner = {"a": "a", "b": "b"}
-    segments = [replace(s, owner=owner.get((s.doc_id or " ")[0]), doc_id=s.doc_id or None) for s in segments]
+    segments = [s._replace(owner=owner.get((s.doc_id or " ")[0]), doc_id=s.doc_id or None) for s in segments]
     return [*segments, PathSegment([b"?" + "/".join(documents).encode()], BLOCK)]
 
 
@@ -212,7 +211,7 @@ def test_a_tenant_whom_the_file_names_no_more_has_what_others_leave() -> None:
 @pytest.mark.parametrize("other_ids", [frozenset(), frozenset({"x2"})])
 def test_what_is_stored_is_its_tenants_after_a_restart(other_ids: frozenset[str]) -> None:
     tree = new_tree()
-    segments = [replace(segment, other_ids=other_ids) for segment in prompt("a", "x", "y")]
+    segments = [segment._replace(other_ids=other_ids) for segment in prompt("a", "x", "y")]
     places: list[TreeNode] = cache(tree, [*segments], Tier.DISK)
     entries = []
     for node in (*places, *cache(tree, prompt(None, "z"), Tier.DISK)):
