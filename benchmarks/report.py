@@ -93,7 +93,7 @@ class PlanProgress:
         """Set the number of requests."""
         self._num_requests = num_requests
 
-    def say(self, what: str) -> None:
+    def show(self, what: str) -> None:
         """Show the current step."""
         self._plan.report(f"{self._name}: {self._num_done} of {self._num_requests} requests, {what}")
 

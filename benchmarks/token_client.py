@@ -28,6 +28,8 @@ class TokenAnswer:
     num_prompt_tokens: int
     num_cached_tokens: int
     tokens_by_tier: Mapping[str, int] = field(default_factory=dict)
+    num_chunk_tokens: int = 0
+    """Tokens whose KV was reused behind other documents."""
     total_s: float = 0.0
     ttft_s: float | None = None
     """The engine's own figure, from the request's arrival there; plain vLLM has none."""
@@ -37,10 +39,11 @@ class TokenAnswer:
 class TokenClient:
     """Asks an engine or a fleet; requests cut off by its death are sent again, as these do it."""
 
-    def __init__(self, engine: EngineClient) -> None:
+    def __init__(self, engine: EngineClient, *, api_key: str | None = None) -> None:
+        """Use a tenant's ``api_key``, if one is given, in place of the engine's."""
         self._engine = engine
         self._http = engine.http_client()
-        self._headers = {"Authorization": f"Bearer {engine.api_key}"}
+        self._headers = {"Authorization": f"Bearer {api_key or engine.api_key}"}
 
     def ask(self, request: TokenRequest, *, is_plain: bool = False) -> TokenAnswer:
         """Return the greedy answer to one request.
@@ -48,19 +51,9 @@ class TokenClient:
         Raises:
             httpx.HTTPError: the server did not answer, or refused.
         """
-        body: dict[str, Any] = {
-            "model": self._engine.model,
-            "prompt": list(request.token_ids),
-            "max_tokens": request.max_tokens,
-            "temperature": 0,
-            "ignore_eos": True,
-            "return_token_ids": True,
-        }
-        if request.params is not None and not is_plain:
-            body["kv_transfer_params"] = dict(request.params)
         started_s = time.perf_counter()
-        url = f"{self._engine.base_url}/completions"
-        response = self._http.post(url, json=body, headers=self._headers, timeout=_TIMEOUT_S)
+        body = self._body(request, is_plain=is_plain)
+        response = self._http.post(self._url, json=body, headers=self._headers, timeout=_TIMEOUT_S)
         if response.is_error:
             raise httpx.HTTPStatusError(
                 f"the engine answered {response.status_code}: {response.text:.500}; its log is "
@@ -77,10 +70,34 @@ class TokenClient:
             usage["prompt_tokens"],
             (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0,
             {tier: figures.get(f"num_{tier}_tokens") or 0 for tier in _TIERS},
-            total_s,
-            figures.get("ttft_s"),
-            answer["choices"][0]["text"],
+            num_chunk_tokens=(figures.get("chunk_reuse") or {}).get("num_reused_tokens") or 0,
+            total_s=total_s,
+            ttft_s=figures.get("ttft_s"),
+            text=answer["choices"][0]["text"],
         )
+
+    def abort(self, request: TokenRequest) -> None:
+        """Send one request and close the connection after the first event of the answer."""
+        body = {**self._body(request, is_plain=False), "stream": True}
+        with self._http.stream("POST", self._url, json=body, headers=self._headers, timeout=_TIMEOUT_S) as response:
+            next(response.iter_lines(), None)
+
+    @property
+    def _url(self) -> str:
+        return f"{self._engine.base_url}/completions"
+
+    def _body(self, request: TokenRequest, *, is_plain: bool) -> dict[str, Any]:
+        body: dict[str, Any] = {
+            "model": self._engine.model,
+            "prompt": list(request.token_ids),
+            "max_tokens": request.max_tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "return_token_ids": True,
+        }
+        if request.params is not None and not is_plain:
+            body["kv_transfer_params"] = dict(request.params)
+        return body
 
     def ask_all(
         self,

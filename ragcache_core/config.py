@@ -81,10 +81,11 @@ def check_shared_url(url: str) -> str:
         raise ValueError(
             f"CacheConfig.shared holds a password, which process lists would show: leave it out, and set {name}"
         )
-    if parts.scheme not in (*REDIS_SCHEMES, "s3") or not parts.hostname:
+    is_folder = parts.scheme == "file" and parts.netloc in ("", "localhost") and parts.path.strip("/")
+    if not is_folder and (parts.scheme not in (*REDIS_SCHEMES, "s3") or not parts.hostname):
         raise ValueError(
-            f"CacheConfig.shared is {url!r:.80}: name a store as redis://host:6379/0, rediss://host:6379/0 or "
-            "s3://bucket/prefix"
+            f"CacheConfig.shared is {url!r:.80}: name a store as redis://host:6379/0, rediss://host:6379/0, "
+            "s3://bucket/prefix or file:///absolute/path"
         )
     return url
 
@@ -258,13 +259,14 @@ class CacheConfig(_Settings):
 
     shared: str | None = None
     """A store that several engines share, below their host tiers: ``redis://host:6379/0`` (Redis or
-    Valkey; ``rediss`` with TLS) or ``s3://bucket/prefix``; passwords are ``RAGCACHE_SHARED_PASSWORD`` and
-    ``AWS_SECRET_ACCESS_KEY`` of the environment. What one engine has computed, another one loads.
+    Valkey; ``rediss`` with TLS), ``s3://bucket/prefix``, or a folder that their machines mount,
+    ``file:///absolute/path``. Passwords are ``RAGCACHE_SHARED_PASSWORD`` and ``AWS_SECRET_ACCESS_KEY`` of the
+    environment. What one engine has computed, another one loads.
     ``disk_key_file`` encrypts its objects as well."""
 
     shared_bytes: Bytes | None = None
     """Limit of the KV of this model in a ``shared`` store, over all engines, as 200GiB: the writers delete the least
-    recently used there, in a bucket the oldest. By default the store's own settings decide."""
+    recently used there, in a bucket or folder the oldest. By default the store's own settings decide."""
 
     shared_ttl: Annotated[float, Field(gt=0, le=_LARGEST, allow_inf_nan=False, strict=True)] | None = None
     """Seconds after which a ``shared`` Redis or Valkey deletes what this engine stored. By default the server's
@@ -357,7 +359,7 @@ class CacheConfig(_Settings):
         if self.shared_ttl is not None and not (self.shared or "").startswith("redis"):
             raise ValueError(
                 f"CacheConfig.shared_ttl is {self.shared_ttl:g} but shared is {self.shared!r:.80}: give it with a "
-                "redis:// store; a bucket deletes by its lifecycle rules"
+                "redis:// store; for a bucket or a folder, set shared_bytes"
             )
         if self.compression not in ("auto", "off") and not self.disk_bytes and self.shared is None:
             raise ValueError(

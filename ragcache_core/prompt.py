@@ -306,8 +306,8 @@ def check_prompt_fits(num_prompt_tokens: int, max_model_len: int, num_output_tok
         PromptTooLongError: with the value, the limit and the cure.
     """
     if num_prompt_tokens + num_output_tokens > max_model_len:
-        num_left = max_model_len - num_prompt_tokens
-        fix = f"lower max_tokens to at most {num_left}, " if 0 < num_left < num_output_tokens else ""
+        num_remaining = max_model_len - num_prompt_tokens
+        fix = f"lower max_tokens to at most {num_remaining}, " if 0 < num_remaining < num_output_tokens else ""
         raise PromptTooLongError(
             f"the prompt has {num_prompt_tokens} tokens and asks for {num_output_tokens} more, the model's context "
             f"window holds {max_model_len}: {fix}retrieve fewer or shorter documents, shorten the question, keep less "

@@ -407,8 +407,8 @@ class ForgetReceipt:
     both. ``unknown`` are ids that the engine does not know.
 
     ``num_requests`` running requests still use some of this KV, which no other request can hit, until they end.
-    ``num_left`` blocks are still being copied or overwritten. ``problems`` say what may be left for good, and what to
-    do. The receipt is complete when there is none of these.
+    ``num_pending`` blocks are still being copied or overwritten. ``problems`` say what may be left for good, and what
+    to do. The receipt is complete when there is none of these.
     """
 
     forgotten: tuple[DocId, ...] = ()
@@ -418,7 +418,7 @@ class ForgetReceipt:
     num_blocks: Mapping[str, int] = field(default_factory=dict)
     num_bytes: Mapping[str, int] = field(default_factory=dict)
     num_requests: int = 0
-    num_left: int = 0
+    num_pending: int = 0
     problems: tuple[str, ...] = ()
     duration_s: float = 0.0
     unsearched: tuple[str, ...] = ()
@@ -427,7 +427,7 @@ class ForgetReceipt:
     @property
     def is_complete(self) -> bool:
         """Whether no KV of the documents is left in any tier or request."""
-        return not (self.num_requests or self.num_left or self.problems)
+        return not (self.num_requests or self.num_pending or self.problems)
 
     def merge_sequential(self, other: ForgetReceipt) -> ForgetReceipt:
         """Return this and the receipt for other documents, which came later, as one."""
@@ -439,7 +439,7 @@ class ForgetReceipt:
             num_blocks=_summed(self.num_blocks, other.num_blocks),
             num_bytes=_summed(self.num_bytes, other.num_bytes),
             num_requests=other.num_requests,
-            num_left=other.num_left,
+            num_pending=other.num_pending,
             problems=other.problems,
             duration_s=self.duration_s + other.duration_s,
             unsearched=tuple(dict.fromkeys(self.unsearched + other.unsearched)),
@@ -453,7 +453,7 @@ class ForgetReceipt:
             forgotten=tuple(known),
             unknown=tuple(doc_id for doc_id in self.unknown if doc_id not in known),
             num_requests=self.num_requests + other.num_requests,
-            num_left=self.num_left + other.num_left,
+            num_pending=self.num_pending + other.num_pending,
             problems=tuple(dict.fromkeys(self.problems + other.problems)),
             duration_s=max(self.duration_s, other.duration_s),
         )
@@ -617,7 +617,8 @@ class EngineStats:
     from the fastest to the slowest, ``hottest_documents`` from the most used on. ``num_ignored_metadata`` requests
     named documents that contradicted their prompt; ``num_lost_blocks`` of the disk tier were missing, and recomputed.
     ``num_corrupt_blocks`` and ``num_dropped_blocks`` are the sums of the tiers' figures of the same name. The
-    shared store failed, or did not answer in time, ``num_shared_failures`` times.
+    shared store failed, or did not answer in time, ``num_shared_failures`` times; ``num_shared_pending_blocks`` wait to
+    be written there.
 
     ``num_reordered_requests`` were served before an earlier one; ``max_overtaken`` is the largest number of requests
     that overtook the same one. ``num_requests`` are real requests that were admitted: ``num_reordered_prompts`` of them
@@ -656,6 +657,9 @@ class EngineStats:
     num_dropped_blocks: int = field(default=0, metadata=_REPORTED)
     num_shared_failures: int = _counter(
         "ragcache_shared_failures", "How often the shared store failed, or did not answer in time."
+    )
+    num_shared_pending_blocks: int = _gauge(
+        "ragcache_shared_pending_blocks", "Blocks that wait to be written to the shared store.", 0
     )
     num_reordered_requests: int = _counter(
         "ragcache_reordered_requests", "Requests that were served before an earlier one."

@@ -48,17 +48,17 @@ class Document:
     acl: Sequence[str] | None = None
 
     def __post_init__(self) -> None:
-        said = self.metadata.get(ACL) if isinstance(self.metadata, Mapping) else None
-        if self.acl is None and said is None:
+        declared = self.metadata.get(ACL) if isinstance(self.metadata, Mapping) else None
+        if self.acl is None and declared is None:
             return
-        acl = read_acl(said if self.acl is None else self.acl, self.doc_id)
+        acl = read_acl(declared if self.acl is None else self.acl, self.doc_id)
         object.__setattr__(self, "acl", acl)
-        if said is None:
+        if declared is None:
             object.__setattr__(self, "metadata", {**self.metadata, ACL: list(acl)})
-        elif read_acl(said, self.doc_id) != acl:
+        elif read_acl(declared, self.doc_id) != acl:
             raise ConfigError(
-                f"document {self.doc_id!r:.80} has the acl {list(acl)!r:.80}, its metadata say {said!r:.80}: give one "
-                "of them"
+                f"document {self.doc_id!r:.80} has the acl {list(acl)!r:.80}, its metadata say {declared!r:.80}: "
+                "give one of them"
             )
 
     @property

@@ -33,7 +33,7 @@ def measure_exactness(plan: BenchmarkPlan) -> Part:
     At first their cores alone are killed, then all their processes. With each answer an object in their store is
     changed, cut off, emptied, put in another's place, or deleted.
     """
-    requests, expected = plain_answers(plan, enable_prefix_caching=False)
+    requests, expected = plain_answers(plan, plan.sized(520, 24), enable_prefix_caching=False)
     counts: Counter[str] = Counter()
     plan.report("exactness: starting two engines over one store")
     size = block_bytes(plan.model)

@@ -68,27 +68,27 @@ def _run(options: argparse.Namespace) -> int:
     device = torch.device("cpu" if small else "cuda")
     stopwatch = Stopwatch(device, 1 if small else options.repeats)
     machine = _machine(device)
-    _say(f"gpu-check on {machine['device']}: torch {machine['torch']}, triton {machine['triton']}")
+    _print(f"gpu-check on {machine['device']}: torch {machine['torch']}, triton {machine['triton']}")
     if small:
-        _say("in Triton's interpreter on the CPU, at toy sizes: no time below means anything")
+        _print("in Triton's interpreter on the CPU, at toy sizes: no time below means anything")
 
     found = list(_progress(check_all(device, _toy_shapes() if small else SHAPES), 8 if small else 4 * len(SHAPES)))
-    _say(report.agreements(found))
+    _print(report.agreements(found))
     limits = measure_ceilings(stopwatch, num_bytes=1 << 20, width=64) if small else measure_ceilings(stopwatch)
-    _say(report.ceilings(limits))
+    _print(report.ceilings(limits))
     stock, why_not = find_stock() if not small else (None, "not in the interpreter")
     workload = KernelWorkload.tiny() if small else KernelWorkload.llama()
     failures: list[str] = []
     speeds = list(_progress(measure_speeds(stopwatch, workload, stock, failures.append), 11))
     if small:  # nothing there is measured against a goal
         speeds = [replace(speed, goal="") for speed in speeds]
-    _say(report.speeds(speeds, limits))
+    _print(report.speeds(speeds, limits))
     swept = []
     if options.sweep:
         swept = list(_progress(measure_tiles(stopwatch, workload, TILES[:2] if small else TILES, failures.append), 18))
-        _say(report.tiles(swept))
+        _print(report.tiles(swept))
     for line in (*failures, *filter(None, [why_not and f"no column for vLLM: {why_not}"])):
-        _say(line)
+        _print(line)
     profile = None if options.skip_prefill else _prefill(stopwatch, machine, limits, options)
 
     if options.output:
@@ -102,7 +102,7 @@ def _run(options: argparse.Namespace) -> int:
             "prefill": profile,
         }
         write_json(data, options.output)
-        _say(f"written: {options.output}")
+        _print(f"written: {options.output}")
     return 0 if all(one.is_met for one in found) and (options.skip_prefill or profile is not None) else 1
 
 
@@ -114,7 +114,7 @@ def _prefill(stopwatch: Any, machine: dict[str, str], limits: Any, options: argp
 
     error = continues_exactly(stopwatch.device)
     if not error < (5e-2 if stopwatch.device.type == "cuda" else 1e-4):
-        _say(f"no prefill profile: behind a cached prefix the model's logits differ by {error:.2g}")
+        _print(f"no prefill profile: behind a cached prefix the model's logits differ by {error:.2g}")
         return None
     try:
         if options.interpret:
@@ -124,9 +124,9 @@ def _prefill(stopwatch: Any, machine: dict[str, str], limits: Any, options: argp
             sizes = Sizes()
             measured = measure_prefill(stopwatch, sizes, progress=lambda points: _progress(points, len(points)))
     except (MemoryError, torch.cuda.OutOfMemoryError) as failure:
-        _say(f"no prefill profile: {failure}")
+        _print(f"no prefill profile: {failure}")
         return None
-    _say(report.prefill(measured))
+    _print(report.prefill(measured))
     shared = "" if measured.num_distinct_layers == sizes.num_layers else f", {measured.num_distinct_layers} distinct"
     preset = Preset(
         model=f"{'a toy' if options.interpret else 'Llama-3-8B'}'s shape, random weights{shared}",
@@ -144,7 +144,7 @@ def _prefill(stopwatch: Any, machine: dict[str, str], limits: Any, options: argp
     ).to_dict()
     if options.cost_model:
         write_json(preset, options.cost_model)
-        _say(f"written: {options.cost_model}, for ragcache simulate --cost-model {options.cost_model}")
+        _print(f"written: {options.cost_model}, for ragcache simulate --cost-model {options.cost_model}")
     return preset
 
 
@@ -219,7 +219,7 @@ def _progress(items: Any, total: int) -> Iterator[Any]:
     return iter(tqdm(items, total=total, leave=False, disable=None))
 
 
-def _say(text: str) -> None:
+def _print(text: str) -> None:
     print(text, flush=True)
 
 

@@ -31,7 +31,7 @@ class Row:
         paper: None for what is there to be read beside others.
         unit: behind both numbers.
         spread: of a single number, its standard deviation over the seeds.
-        is_ours: it is of something that the paper does not have: it counts for no verdict.
+        is_ragcache: it is of something that the paper does not have: it counts for no verdict.
     """
 
     what: str
@@ -40,23 +40,35 @@ class Row:
     paper: PublishedResult | None
     unit: str = ""
     spread: float | None = None
-    is_ours: bool = False
+    is_ragcache: bool = False
 
     @classmethod
     def of_seeds(
-        cls, what: str, values: Sequence[float], paper: PublishedResult | None, unit: str = "", *, is_ours: bool = False
+        cls,
+        what: str,
+        values: Sequence[float],
+        paper: PublishedResult | None,
+        unit: str = "",
+        *,
+        is_ragcache: bool = False,
     ) -> Row:
         """Return the mean of a number over the seeds."""
         spread = stdev(values) if len(values) > 1 else None
-        return cls(what, fmean(values), fmean(values), paper, unit, spread, is_ours)
+        return cls(what, fmean(values), fmean(values), paper, unit, spread, is_ragcache)
 
     @classmethod
     def of_range(
-        cls, what: str, values: Iterable[float], paper: PublishedResult | None, unit: str = "", *, is_ours: bool = False
+        cls,
+        what: str,
+        values: Iterable[float],
+        paper: PublishedResult | None,
+        unit: str = "",
+        *,
+        is_ragcache: bool = False,
     ) -> Row:
         """Return the range of several numbers."""
         several = list(values)
-        return cls(what, min(several), max(several), paper, unit, None, is_ours)
+        return cls(what, min(several), max(several), paper, unit, None, is_ragcache)
 
     @property
     def ratios(self) -> tuple[float, float] | None:
@@ -91,7 +103,7 @@ class Row:
             paper, place = _shown(self.paper.low, self.paper.high, self.unit), self.paper.place
         ratio = "" if self.ratios is None else ", ".join(dict.fromkeys(map(_number, self.ratios)))
         spread = "" if self.spread is None else f"+-{_number(self.spread)}"
-        verdict = "(ours)" if self.is_ours else self.verdict
+        verdict = "(ours)" if self.is_ragcache else self.verdict
         return [self.what, paper, place, _shown(self.low, self.high, self.unit), spread, ratio, verdict]
 
     def to_dict(self) -> dict[str, Any]:
@@ -110,7 +122,7 @@ class Row:
             "spread": spread,
             "ratio": ratios,
             "verdict": self.verdict,
-            "is_ours": self.is_ours,
+            "is_ragcache": self.is_ragcache,
         }
 
 
@@ -138,7 +150,7 @@ class PaperFigure:
     @property
     def compared(self) -> list[Row]:
         """The rows that have a number of the paper's and are of the paper's own systems."""
-        return [row for row in self.rows if row.paper is not None and not row.is_ours]
+        return [row for row in self.rows if row.paper is not None and not row.is_ragcache]
 
     def reproduction(self) -> str:
         """Return a line that says how many rows agree, and which do not."""

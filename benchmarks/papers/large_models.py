@@ -42,13 +42,13 @@ def figure_16(runs: PaperRuns) -> PaperFigure:
                 gains = [Ratio.of("mean_ttft_s", curves[baseline][r], curves[system][r]).mean for r in of]
                 what = f"{model.name}: TTFT of {baseline} over that of {system}, up to {of[-1]:g}/s"
                 claimed = CLAIMS[f"large ttft over {claim}"]
-                rows.append(Row.of_range(what, gains, claimed, "x", is_ours=system != "RAGCache"))
+                rows.append(Row.of_range(what, gains, claimed, "x", is_ragcache=system != "RAGCache"))
             highest_s = max(mean_of(curves[system][rate]) for rate in rates)
             what = f"{model.name}: highest TTFT of {system}"
-            rows.append(Row(what, highest_s, highest_s, CLAIMS["large ttft"], "s", is_ours=system != "RAGCache"))
+            rows.append(Row(what, highest_s, highest_s, CLAIMS["large ttft"], "s", is_ragcache=system != "RAGCache"))
         served = throughputs_of(curves["vLLM"], slo_s(curves))
         what = f"{model.name}: requests/s of vLLM within the SLO (its cost model was fitted to this)"
-        rows.append(Row.of_seeds(what, served, CLAIMS[f"vllm serves {model.name}"], is_ours=True))
+        rows.append(Row.of_seeds(what, served, CLAIMS[f"vllm serves {model.name}"], is_ragcache=True))
         tables.append(curve_table(f"Mean TTFT (s) on MMLU with {model.name}", curves))
     return PaperFigure(
         "Figure 16",

@@ -52,7 +52,7 @@ def figure_17(runs: PaperRuns) -> PaperFigure:
                     for gib in HOST_GIB
                 ]
                 what = f"{name}: hit rate of {ours} over that of {other}, 8 to 128 GiB"
-                rows.append(Row.of_range(what, gains, CLAIMS[f"hits over {other}"], "x", is_ours=ours != "PGDSF"))
+                rows.append(Row.of_range(what, gains, CLAIMS[f"hits over {other}"], "x", is_ragcache=ours != "PGDSF"))
     plots = [
         lines(
             f"Figure 17: hit rate, {name}",
@@ -112,18 +112,20 @@ def table_2(runs: PaperRuns) -> PaperFigure:
         rows.append(Row.of_range(what, gains, CLAIMS["ttft over policies"], "x"))
     for (title, gib), case in varied.items():
         paper = MEAN_TTFT_S["mmlu", gib, "PGDSF"]
-        rows.append(Row.of_seeds(f"mmlu, {gib} GiB, PGDSF, {title}", _ttft_s(others[case]), paper, "s", is_ours=True))
+        rows.append(
+            Row.of_seeds(f"mmlu, {gib} GiB, PGDSF, {title}", _ttft_s(others[case]), paper, "s", is_ragcache=True)
+        )
     for gib, case in small.items():
         paper = MEAN_TTFT_S["nq", gib, "PGDSF"]
         what = f"nq, {gib} GiB, PGDSF, 400 documents (nq-small)"
-        rows.append(Row.of_seeds(what, _ttft_s(others[case]), paper, "s", is_ours=True))
+        rows.append(Row.of_seeds(what, _ttft_s(others[case]), paper, "s", is_ragcache=True))
     for name in _WORKLOADS:
         for gib in HOST_GIB:
             for system in (_KEPT_COUNTS, _DEFAULT):
                 paper = MEAN_TTFT_S[name, gib, "PGDSF"]
                 rows.append(
                     Row.of_seeds(f"{name}, {gib} GiB, {system}", _ttft_s(done[name, gib, system]), paper, "s",
-                                 is_ours=True)
+                                 is_ragcache=True)
                 )  # fmt: skip
     plots = [
         lines(

@@ -198,7 +198,7 @@ def table_4(runs: PaperRuns) -> PaperFigure:
     for rate, paper in SCHEDULING_MS.items():
         for key, name in (("p50_decision_s", "median"), ("p99_decision_s", "p99")):
             values = [summary[key] * 1000 for summary in done[cases[rate]]]
-            rows.append(Row.of_seeds(f"{rate} requests/s, {name}", values, paper, "ms", is_ours=name == "p99"))
+            rows.append(Row.of_seeds(f"{rate} requests/s, {name}", values, paper, "ms", is_ragcache=name == "p99"))
     return PaperFigure(
         "Table 4",
         "scheduling time (MMLU, Mistral-7B)",
@@ -225,7 +225,7 @@ def _times_lower(title: str, curves: Curves, over_vllm: str, over_sglang: str) -
                 continue
             gains = [Ratio.of("mean_ttft_s", curves[baseline][r], curves[system][r]).mean for r in rates]
             what = f"{title}: TTFT of {baseline} over that of {system}, up to {max(rates):g}/s"
-            rows.append(Row.of_range(what, gains, claim, "x", is_ours=system != "RAGCache"))
+            rows.append(Row.of_range(what, gains, claim, "x", is_ragcache=system != "RAGCache"))
     return rows
 
 
@@ -238,7 +238,7 @@ def _times_higher(title: str, throughputs: Mapping[str, Sequence[float]]) -> lis
                 continue
             gains = [a / b for a, b in _pairs(rates, throughputs[baseline])]
             what = f"{title}: throughput of {system} over that of {baseline}"
-            rows.append(Row.of_seeds(what, gains, claim, "x", is_ours=system != "RAGCache"))
+            rows.append(Row.of_seeds(what, gains, claim, "x", is_ragcache=system != "RAGCache"))
     return rows
 
 

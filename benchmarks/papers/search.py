@@ -45,7 +45,7 @@ def table_3(runs: PaperRuns) -> PaperFigure:
         for kind in _PAIRS:
             values = _unhidden_ms(done, name, share, kind)
             what = f"{name}, {share:.1%} searched, {kind}"
-            rows.append(Row.of_seeds(what, values, paper, "ms", is_ours=kind != _DSP))
+            rows.append(Row.of_seeds(what, values, paper, "ms", is_ragcache=kind != _DSP))
     for kind in _PAIRS:
         gains = [
             SEARCH_MS[name, share] / fmean(_unhidden_ms(done, name, share, kind))
@@ -54,7 +54,7 @@ def table_3(runs: PaperRuns) -> PaperFigure:
         ]
         rows.append(
             Row.of_range(f"times less than the search, {kind}", gains, CLAIMS["unhidden search"], "x",
-                         is_ours=kind != _DSP)
+                         is_ragcache=kind != _DSP)
         )  # fmt: skip
     return PaperFigure(
         "Table 3",
@@ -88,9 +88,9 @@ def figure_19(runs: PaperRuns) -> PaperFigure:
         }
         best = max(gains.values())
         rows.append(Row(f"times lower TTFT at most, {kind}", best, best, CLAIMS["speculation"], "x",
-                        is_ours=kind != _DSP))  # fmt: skip
+                        is_ragcache=kind != _DSP))  # fmt: skip
         rows += [
-            Row(f"{name}, {share:.1%} searched, {kind}", gain, gain, None, "x", is_ours=kind != _DSP)
+            Row(f"{name}, {share:.1%} searched, {kind}", gain, gain, None, "x", is_ragcache=kind != _DSP)
             for (name, share), gain in gains.items()
         ]
     plots = [

@@ -32,7 +32,7 @@ _WORDS = 150
 _NUM_DOCUMENTS, _NUM_SHARED = 300, 8
 _AT_ONCE = 8
 _SEARCH_S = 0.1
-_PATIENCE_S = 5.0
+_TIMEOUT_S = 5.0
 _CLOSING_S = 1.0
 """How long LangChain may take to close the generators of an ordinary chain that was left, which it does in tasks."""
 _LONG = 200
@@ -90,7 +90,7 @@ class Death:
         async with self._lock:
             if self._is_over:
                 return
-            ends_s = time.monotonic() + _PATIENCE_S
+            ends_s = time.monotonic() + _TIMEOUT_S
             while not await self._is_due() and time.monotonic() < ends_s:  # noqa: ASYNC110  (the engine makes it due)
                 await asyncio.sleep(0.02)  # nothing tells of it: it is asked
             kill_engine_core(self._engine)
@@ -146,7 +146,7 @@ def measure_pipeline_exactness(plan: BenchmarkPlan) -> Part:
             asyncio.run(_ask_all(plain, [_as_shown(case, ours) for case in (*cases, *last)], speculate=False))
             theirs = tap.answers
     compared = [question for case in (*cases, *last) for question in case.awaited()]
-    unlike = [question for question in compared if not _are_alike(ours.get(question), theirs.get(question))]
+    unlike = [question for question in compared if not _are_equal(ours.get(question), theirs.get(question))]
     speculated = (
         f"{stats.num_speculative_requests} speculations, {stats.num_confirmed_speculations} confirmed, "
         f"{stats.num_reordered_prompts} prompts reordered"
@@ -192,7 +192,7 @@ def _as_shown(case: ExactnessCase, ours: Mapping[str, HandedOver]) -> ExactnessC
     return replace(case, questions=questions, order="retrieval", source=Reordered(case.source, shown))
 
 
-def _are_alike(ours: HandedOver | None, theirs: HandedOver | None) -> bool:
+def _are_equal(ours: HandedOver | None, theirs: HandedOver | None) -> bool:
     return ours is not None and ours == theirs and bool(ours.prompt_token_ids and ours.token_ids)
 
 
@@ -230,7 +230,7 @@ async def _ask_all(engine: Engine, cases: Sequence[ExactnessCase], *, speculate:
 
 async def _requests_left(engine: Engine) -> int:
     """Return how many requests are in the engine once it has had time to hear of those that went away."""
-    ends_s = time.monotonic() + _PATIENCE_S
+    ends_s = time.monotonic() + _TIMEOUT_S
     while True:
         stats = await engine.astats()
         if not (num := stats.num_running + stats.num_waiting) or time.monotonic() > ends_s:

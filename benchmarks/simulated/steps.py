@@ -250,30 +250,30 @@ class StepEngine:
         began_s, seconds = self.now_s, 0.0
         copied_s = 0.0 if self._copies_beside else self._costs.copy_s(self._num_to_store)
         self._num_to_store = 0
-        num_left, computed = self._max_tokens, []
+        num_remaining, computed = self._max_tokens, []
         has_preempted = False
         for job in list(self.running):
-            if not num_left or job not in self.running:
+            if not num_remaining or job not in self.running:
                 continue
             run = self._runs[job]
-            num_tokens = min(run.num_left, num_left) or 1
+            num_tokens = min(run.num_remaining, num_remaining) or 1
             while job in self.running and self.cache.num_missing_blocks(run, num_tokens) > 0:
                 self._preempt(self.running[-1])
                 has_preempted = True
             if job in self.running:
                 seconds += self._compute(job, run, num_tokens)
-                num_left -= num_tokens
+                num_remaining -= num_tokens
                 computed.append(job)
-        while not has_preempted and num_left and len(self.running) < self._max_running:
+        while not has_preempted and num_remaining and len(self.running) < self._max_running:
             if (loaded := self._loaded(began_s)) is not None:
                 job, run = loaded, self._runs[loaded]
-                if self.cache.num_missing_blocks(run, min(run.num_left, num_left)) > 0:
+                if self.cache.num_missing_blocks(run, min(run.num_remaining, num_remaining)) > 0:
                     break
                 self._loading = [(ready_s, other) for ready_s, other in self._loading if other is not job]
             elif self.queue:
                 job = self._next()
                 run = self._runs[job]
-                if not self._begin(job, run, num_left):
+                if not self._begin(job, run, num_remaining):
                     self.queue.give_back(job)
                     break
                 if run.promised:
@@ -281,9 +281,9 @@ class StepEngine:
                     continue
             else:
                 break
-            num_tokens = min(run.num_left, num_left)
+            num_tokens = min(run.num_remaining, num_remaining)
             seconds += self._compute(job, run, num_tokens)
-            num_left -= num_tokens
+            num_remaining -= num_tokens
             self.running.append(job)
             computed.append(job)
         if computed:
@@ -330,13 +330,13 @@ class StepEngine:
     def _compute(self, job: Job, run: BlockRun, num_tokens: int) -> float:
         """Compute tokens of a request, and return the seconds that they add to the step."""
         costs, num_context = self._costs, run.num_computed + run.num_answered
-        if not run.num_left:
+        if not run.num_remaining:
             self.cache.answer(run)
             return costs.answer_s(num_context)
         seconds = costs.chunk_s(run.num_computed, num_tokens)
         job.prefill_s += seconds
         self.cache.compute(run, num_tokens)
-        if not run.num_left:
+        if not run.num_remaining:
             self._num_to_store += len(run.stored) * self.cache.block_size
             for _ in range(self.cache.num_recomputed(run)):  # it was preempted: what it had answered is computed again
                 if self.cache.num_missing_blocks(run, 1) > 0:
@@ -349,7 +349,7 @@ class StepEngine:
         done = []
         for job in computed:
             run = self._runs[job]
-            if job not in self.running or run.num_left:
+            if job not in self.running or run.num_remaining:
                 continue
             job.num_output_tokens = max(job.num_output_tokens, 1 + run.num_answered)
             if job.first_token_s is None:

@@ -15,6 +15,7 @@ from benchmarks.tiers.exactness import measure_exactness
 from benchmarks.tiers.group_share import measure_share_by_groups
 from benchmarks.tiers.hit_share import measure_share
 from benchmarks.tiers.idle_overhead import measure_idle, measure_idle_large
+from benchmarks.tiers.mixed import measure_mixed
 from benchmarks.tiers.shared_ttft import measure_shared_ttft
 
 GOALS: dict[str, Goal] = {
@@ -26,6 +27,9 @@ GOALS: dict[str, Goal] = {
     "exact_preemptions": Goal(">", 0),
     "exact_chunked_prefills": Goal(">", 0),
     "exact_restarts": Goal(">", 0),
+    "mixed_requests": Goal(">=", 2000),
+    "mixed_mismatches": Goal("=", 0),
+    "mixed_restarts": Goal("=", 2),
     "cached_share_ratio": Goal(">=", 1.4),
     "cached_share_ratio_gpt_oss": Goal(">=", 1.3),
     "cached_share_ratio_gemma_3": Goal(">=", 1.3),
@@ -40,6 +44,7 @@ GOALS: dict[str, Goal] = {
 
 PARTS: dict[str, Callable[[BenchmarkPlan], Part]] = {
     "exactness": measure_exactness,
+    "mixed": measure_mixed,
     "share": measure_share,
     "share-by-groups": measure_share_by_groups,
     "disk-ttft": measure_disk_ttft,

@@ -18,7 +18,7 @@ from ragcache_core.client import Engine
 from ragcache_core.config import CacheConfig
 from ragcache_core.wire import KEY
 
-_NUM_DOCUMENTS = 60
+NUM_DOCUMENTS = 60
 _IN_FLIGHT = 14
 _BATCHED_TOKENS = 128
 _MAX_MODEL_LEN = 1024
@@ -36,12 +36,12 @@ _CONTRADICTIONS: tuple[dict[str, Any], ...] = (
 def exact_requests(texts: TokenTexts, count: int, seed: int) -> list[TokenRequest]:
     """Return requests about overlapping documents in varying orders; some without metadata, some with a wrong one."""
     rng = random.Random(seed)
-    lengths = [rng.randint(40, 200) for _ in range(_NUM_DOCUMENTS)]
+    lengths = [rng.randint(40, 200) for _ in range(NUM_DOCUMENTS)]
     requests = []
     for i in range(count):
         chosen: list[int] = []
         while len(chosen) < rng.choice((1, 2, 2, 3)):
-            number = min(int(rng.paretovariate(0.7)) - 1, _NUM_DOCUMENTS - 1)
+            number = min(int(rng.paretovariate(0.7)) - 1, NUM_DOCUMENTS - 1)
             if number not in chosen:
                 chosen.append(number)
         max_tokens = 96 if i % 4 == 3 else 16  # long ones outgrow their blocks while others wait: preemption
@@ -49,7 +49,7 @@ def exact_requests(texts: TokenTexts, count: int, seed: int) -> list[TokenReques
         if i % 7 == 0:
             names = []
         elif i % 7 == 5:  # well-formed, but the names are those of other documents
-            names = [f"document-{(number + 1) % _NUM_DOCUMENTS}" for number in chosen]
+            names = [f"document-{(number + 1) % NUM_DOCUMENTS}" for number in chosen]
         documents = [(number, lengths[number]) for number in chosen]
         asked = texts.request(documents, f"What is number {i}?", max_tokens=max_tokens, names=names)
         if i % 7 == 3:
@@ -65,7 +65,7 @@ def mismatches(answers: Sequence[TokenAnswer], expected: Sequence[TokenAnswer]) 
 
 def measure_exactness(plan: BenchmarkPlan) -> Part:
     """Answer every request with plain vLLM, then with all tiers, killed once and restarted once, and compare."""
-    requests, expected = plain_answers(plan, enable_prefix_caching=False)
+    requests, expected = plain_answers(plan, plan.sized(520, 24), enable_prefix_caching=False)
     answers, counts = _answers_of_all_tiers(plan, requests)
     return _part(requests, answers, expected, mismatches(answers, expected), counts)
 
@@ -75,8 +75,8 @@ def measure_exactness_bf16(plan: BenchmarkPlan) -> Part:
 
     So what is held against the tiers is how many answers vLLM's own prefix caching changes.
     """
-    requests, expected = plain_answers(plan, dtype="bfloat16", enable_prefix_caching=False)
-    _, cached = plain_answers(plan, dtype="bfloat16")
+    requests, expected = plain_answers(plan, plan.sized(520, 24), dtype="bfloat16", enable_prefix_caching=False)
+    _, cached = plain_answers(plan, plan.sized(520, 24), dtype="bfloat16")
     answers, counts = _answers_of_all_tiers(plan, requests, dtype="bfloat16")
     differing, num_plain = mismatches(answers, expected), len(mismatches(cached, expected))
     figures = (
@@ -89,10 +89,9 @@ def measure_exactness_bf16(plan: BenchmarkPlan) -> Part:
 
 
 def plain_answers(
-    plan: BenchmarkPlan, *, dtype: str = "float32", **vllm_args: object
+    plan: BenchmarkPlan, num_requests: int, *, dtype: str = "float32", **vllm_args: object
 ) -> tuple[list[TokenRequest], list[TokenAnswer]]:
     """Return the requests of a measurement, and plain vLLM's answers to them."""
-    num_requests = plan.sized(520, 24)
     plan.report("exactness: starting plain vLLM")
     kv_bytes = 400 * block_bytes(plan.model, dtype)
     with launch(

@@ -65,9 +65,9 @@ MODELS = {
 class _Engine:
     """Requests on vLLM's cache manager, ``_MAX_SEQS`` at a time."""
 
-    def __init__(self, specs: tuple[KVCacheSpec, ...], num_blocks: int, *, is_ours: bool) -> None:
+    def __init__(self, specs: tuple[KVCacheSpec, ...], num_blocks: int, *, is_ragcache: bool) -> None:
         config = KVCacheConfig(num_blocks, [], [KVCacheGroupSpec([f"{i}"], spec) for i, spec in enumerate(specs)])
-        with building_pools(TreeBlockPool if is_ours else BlockPool):
+        with building_pools(TreeBlockPool if is_ragcache else BlockPool):
             self.manager = KVCacheManager(
                 config,
                 max_model_len=2048,
@@ -81,7 +81,7 @@ class _Engine:
         )
         groups = read_groups(config, vllm_config, _BLOCK)
         self.controller: CacheController | None = None
-        if is_ours:
+        if is_ragcache:
             self.controller = CacheController(
                 PluginSettings(),
                 tokens_per_block=_BLOCK,
@@ -105,7 +105,7 @@ class _Engine:
                 num_new = min(request.num_tokens - request.num_computed_tokens, budget)
                 while request in running and self.manager.allocate_slots(request, num_new) is None:
                     preempted = running.pop()
-                    self._give_up(preempted)
+                    self._free(preempted)
                     waiting.appendleft((-1, preempted))
                 if request in running:
                     budget -= num_new
@@ -135,7 +135,7 @@ class _Engine:
                     request.append_output_token_ids(3)
                 if request.num_output_tokens == _ANSWER:
                     running.remove(request)
-                    self._give_up(request)
+                    self._free(request)
                     if self.controller is not None:
                         self.controller.on_finished(request.request_id)
         return num_hits / num_tokens
@@ -147,7 +147,7 @@ class _Engine:
             self.controller.on_new_request(request.request_id, metadata, request.block_hashes, len(tokens), 0.0)
         return request
 
-    def _give_up(self, request: Request) -> None:
+    def _free(self, request: Request) -> None:
         self.manager.free(request)
         request.num_computed_tokens = 0
 
@@ -180,8 +180,8 @@ def measure_share_by_groups(plan: BenchmarkPlan) -> Part:
         for seed in seeds:
             plan.report(f"cached share by groups: {model}, seed {seed}")
             num_blocks = int(document_tokens(WORKLOAD, seed).sum()) // _BLOCK // 5 * len(specs)
-            for is_ours, measured in shares.items():
-                engine = _Engine(specs, num_blocks, is_ours=is_ours)
+            for is_ragcache, measured in shares.items():
+                engine = _Engine(specs, num_blocks, is_ragcache=is_ragcache)
                 measured.append(engine.run(_prompts(seed, 2 * count), count))
         ours, stock = fmean(shares[True]), fmean(shares[False])
         spread = ", ".join(f"{a / b:.2f}" for a, b in zip(shares[True], shares[False], strict=True))

@@ -118,7 +118,7 @@ class Progress(Protocol):
     def plan(self, num_requests: int) -> None:
         """Set the number of requests."""
 
-    def say(self, what: str) -> None:
+    def show(self, what: str) -> None:
         """Show the current step."""
 
     def advance(self) -> None:
@@ -150,7 +150,7 @@ def run_comparison(
         results.set_rates(*_rates(comparison, prompts(comparison.seeds[0]), open_engine, progress))
     for number, session in enumerate(sessions, 1):
         where = f"{session}, {number} of {len(sessions)}"
-        progress.say(f"{where}: starting")
+        progress.show(f"{where}: starting")
         with (
             tempfile.TemporaryDirectory(prefix="ragcache-bench-") as folder,
             open_engine(session.baseline, session.host_bytes, Path(folder)) as engine,
@@ -176,9 +176,9 @@ def measure(
         engine.arrange_documents([], baseline.order)  # starts the client-side cache index
     num_seen = 0
     for rate in session.rates:
-        progress.say(f"{session}: warming up")
+        progress.show(f"{session}: warming up")
         load.run_through(amounts.before(rate, baseline.has_cache)[num_seen:], in_flight=NUM_IN_FLIGHT)
-        progress.say(f"{session}: {rates_rps[rate]:.3g} requests/s")
+        progress.show(f"{session}: {rates_rps[rate]:.3g} requests/s")
         numbers = amounts.timed(rate)
         arrivals = poisson_arrivals(len(numbers), rates_rps[rate], seed=session.seed * 1_000 + rate)
         cpu_before_s, tiers_before, reused_before = cpu_time_s(engine.pid), _by_tier(engine), _reused_tokens(engine)
@@ -216,7 +216,7 @@ def _rates(
     if not comparison.are_shares:
         return comparison.rates, None
     first = comparison.baselines[0]
-    progress.say(f"{first.name}: measuring its capacity")
+    progress.show(f"{first.name}: measuring its capacity")
     with (
         tempfile.TemporaryDirectory(prefix="ragcache-bench-") as folder,
         open_engine(first, comparison.host_bytes[0], Path(folder)) as engine,

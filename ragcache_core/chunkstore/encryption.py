@@ -1,15 +1,15 @@
-"""Sealed slots: each chunk is encrypted and authenticated with AES-256-GCM, and unreadable without the key.
+"""Encrypted slots: each chunk is encrypted and authenticated with AES-256-GCM, and unreadable without the key.
 
-A slot holds ciphertext, as long as what is stored of the chunk. Beside the file of slots lies one of seals, 32 bytes
+A slot holds ciphertext, as long as what is stored of the chunk. Beside the file of slots lies one of headers, 32 bytes
 for each slot::
 
     |key id 4|nonce 12|tag 16|
 
-The cache's identity is authenticated as well: a slot of another cache does not open here. A changed slot, or one with a
-changed seal, opens to zeros, which do not match the chunk's checksum: a miss. Random nonces are good for 2**32 chunks
-of a key (NIST SP 800-38D, section 8.3).
+The cache's identity is authenticated as well: a slot of another cache cannot be decrypted. A changed slot, or one with
+a changed header, decrypts to zeros, which do not match the chunk's checksum: a miss. Random nonces are good for
+2**32 chunks of a key (NIST SP 800-38D, section 8.3).
 
-In a store of many machines each object is sealed with a key of its own, derived from the key and the object's name.
+In a store of many machines each object is encrypted with a key of its own, derived from the key and the object's name.
 There the limit applies to each object, not to all together.
 """
 
@@ -40,14 +40,14 @@ KEY_ENV = "RAGCACHE_DISK_KEY"
 """The environment variable that holds what a key file would."""
 KEY_BYTES = 32
 _ID_BYTES, _NONCE_BYTES, _TAG_BYTES = 4, 12, 16
-_SEAL_BYTES = _ID_BYTES + _NONCE_BYTES + _TAG_BYTES
-_SEALS_AT_ONCE = 512  # half of what the system takes in one call
+_HEADER_BYTES = _ID_BYTES + _NONCE_BYTES + _TAG_BYTES
+_HEADERS_AT_ONCE = 512  # half of what the system takes in one call
 _HINT = "give a line of 32 random bytes in base64, as openssl rand -base64 32 writes it, the key in use first"
 
 
 @dataclass(frozen=True, slots=False, repr=False)
 class Keys:
-    """The key that seals, first, and those that only open what was sealed before."""
+    """The key that encrypts, first, and those that only decrypt older chunks."""
 
     secrets: tuple[bytes, ...]
 
@@ -76,7 +76,7 @@ class Keys:
 
     @cached_property
     def ciphers(self) -> Mapping[bytes, AESGCM]:
-        """What opens slots, by the id of the key; the first is what seals."""
+        """The ciphers that decrypt slots, by the id of the key; the first one encrypts."""
         from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
         return {key_id(secret): AESGCM(secret) for secret in self.secrets}
@@ -86,8 +86,8 @@ class Keys:
         return {key_id(secret): secret for secret in self.secrets}
 
     @property
-    def sealing_id(self) -> str:
-        """The name of the key that seals, which says nothing of it."""
+    def encryption_key_id(self) -> str:
+        """The name of the key that encrypts, which reveals nothing of it."""
         return key_id(self.secrets[0]).hex()
 
     def name_of(self, name: bytes) -> bytes:
@@ -97,23 +97,23 @@ class Keys:
         """
         return hmac.digest(self.secrets[-1], b"ragcache object name" + name, "sha256")
 
-    def seal(self, plain: bytes, whose: bytes) -> bytes:
-        """Return encrypted bytes, authenticated with their owner ``whose``, after the header that opens them."""
+    def encrypt(self, plain: bytes, owner: bytes) -> bytes:
+        """Return encrypted bytes, authenticated with their ``owner``, after their header."""
         secret = self.secrets[0]
         nonce = secrets.token_bytes(_NONCE_BYTES)
-        return key_id(secret) + nonce + _own_cipher(secret, whose).encrypt(nonce, plain, whose)
+        return key_id(secret) + nonce + _object_cipher(secret, owner).encrypt(nonce, plain, owner)
 
-    def open(self, sealed: bytes | memoryview, whose: bytes) -> bytes | None:
-        """Undo :meth:`seal`; None for what was changed, is another's, or was sealed with a key that is not here."""
+    def decrypt(self, encrypted: bytes | memoryview, owner: bytes) -> bytes | None:
+        """Undo :meth:`encrypt`; None if the bytes are changed, another's, or of a key that is not here."""
         from cryptography.exceptions import InvalidTag
 
-        view = memoryview(sealed)
+        view = memoryview(encrypted)
         secret = self._by_id.get(bytes(view[:_ID_BYTES]))
-        if secret is None or len(view) < _SEAL_BYTES:
+        if secret is None or len(view) < _HEADER_BYTES:
             return None
         head = _ID_BYTES + _NONCE_BYTES
         try:
-            return _own_cipher(secret, whose).decrypt(view[_ID_BYTES:head], view[head:], whose)
+            return _object_cipher(secret, owner).decrypt(view[_ID_BYTES:head], view[head:], owner)
         except InvalidTag:
             return None
 
@@ -123,10 +123,10 @@ def key_id(secret: bytes) -> bytes:
     return hashlib.sha256(b"ragcache disk key" + secret).digest()[:_ID_BYTES]
 
 
-def _own_cipher(secret: bytes, whose: bytes) -> AESGCM:
+def _object_cipher(secret: bytes, owner: bytes) -> AESGCM:
     from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
-    return AESGCM(hmac.digest(secret, b"ragcache object key" + whose, "sha256"))
+    return AESGCM(hmac.digest(secret, b"ragcache object key" + owner, "sha256"))
 
 
 def load_keys(path: Path | None) -> Keys | None:
@@ -154,24 +154,24 @@ def load_keys(path: Path | None) -> Keys | None:
     return Keys.parse(text, source)
 
 
-class SealedSlotFile:
-    """A :class:`~ragcache_core.chunkstore.slotfile.SlotFile` whose slots are sealed; the caller sees plain chunks."""
+class EncryptedSlotFile:
+    """A :class:`~ragcache_core.chunkstore.slotfile.SlotFile` with encrypted slots; the caller sees plain chunks."""
 
     def __init__(self, path: Path, chunk_bytes: int, keys: Keys, *, direct: bool | None = None) -> None:
-        """Open or make the file, and that of the seals beside it.
+        """Open or make the file, and that of the headers beside it.
 
         Raises:
             OSError
         """
         self._slots = SlotFile(path, chunk_bytes, direct=direct)
         try:
-            self._seals = os.fdopen(open_private(path.with_suffix(".seals"), os.O_RDWR | os.O_CREAT), "r+b", 0)
+            self._headers = os.fdopen(open_private(path.with_suffix(".headers"), os.O_RDWR | os.O_CREAT), "r+b", 0)
         except BaseException:
             self._slots.close()
             raise
         self._ciphers = keys.ciphers
-        self._sealing_id, self._sealing = next(iter(keys.ciphers.items()))
-        self._whose = path.parent.name.encode()
+        self._encryption_key_id, self._cipher = next(iter(keys.ciphers.items()))
+        self._owner = path.parent.name.encode()
         self._bounce: list[memoryview] = []  # kept: to map it again costs as much as all the rest
         self.chunk_bytes = chunk_bytes
         self.slot_bytes = self._slots.slot_bytes
@@ -183,7 +183,7 @@ class SealedSlotFile:
         return self._slots.num_slots
 
     def write(self, slots: Sequence[int], payloads: Sequence[memoryview]) -> None:
-        """Seal payloads into slots. One thread at a time.
+        """Encrypt payloads into slots. One thread at a time.
 
         Raises:
             OSError: any part of those slots may have been written.
@@ -191,48 +191,49 @@ class SealedSlotFile:
         if len(self._bounce) < len(payloads):
             _, self._bounce = self._slots.aligned_buffers(len(payloads))
         views = self._bounce[: len(payloads)]
-        sealed = memoryview(bytearray(self.chunk_bytes + _TAG_BYTES))
-        seals = []
+        encrypted = memoryview(bytearray(self.chunk_bytes + _TAG_BYTES))
+        headers = []
         for view, payload in zip(views, payloads, strict=True):
             nonce = secrets.token_bytes(_NONCE_BYTES)
             end = len(payload)
-            self._sealing.encrypt_into(nonce, payload, self._whose, sealed[: end + _TAG_BYTES])
-            view[:end] = sealed[:end]
-            seals.append(memoryview(b"".join((self._sealing_id, nonce, sealed[end : end + _TAG_BYTES]))))
-        self._write_seals(slots, seals)
+            self._cipher.encrypt_into(nonce, payload, self._owner, encrypted[: end + _TAG_BYTES])
+            view[:end] = encrypted[:end]
+            headers.append(memoryview(b"".join((self._encryption_key_id, nonce, encrypted[end : end + _TAG_BYTES]))))
+        self._write_headers(slots, headers)
         self._slots.write(slots, [view[: len(payload)] for view, payload in zip(views, payloads, strict=True)])
 
     def read(self, slots: Sequence[int], targets: Sequence[memoryview]) -> None:
-        """Fill targets with what is in the slots, those whose slot does not open with zeros.
+        """Fill targets with what is in the slots, those whose slot cannot be decrypted with zeros.
 
         Raises:
             OSError
         """
         self._slots.read(slots, targets)
-        sealed = memoryview(bytearray(self.chunk_bytes + _TAG_BYTES))
+        encrypted = memoryview(bytearray(self.chunk_bytes + _TAG_BYTES))
         for slot, target in zip(slots, targets, strict=True):
-            seal = os.pread(self._seals.fileno(), _SEAL_BYTES, slot * _SEAL_BYTES)
+            header = os.pread(self._headers.fileno(), _HEADER_BYTES, slot * _HEADER_BYTES)
             end = len(target)
-            sealed[:end] = target
-            if not self._open(seal, sealed[: end + _TAG_BYTES], target):
+            encrypted[:end] = target
+            if not self._decrypt(header, encrypted[: end + _TAG_BYTES], target):
                 target[:] = bytes(len(target))
 
-    def _write_seals(self, slots: Sequence[int], seals: Sequence[memoryview]) -> None:
-        for first, run in runs(slots, seals):
-            for start in range(0, len(run), _SEALS_AT_ONCE):
-                part = run[start : start + _SEALS_AT_ONCE]
-                if os.pwritev(self._seals.fileno(), part, (first + start) * _SEAL_BYTES) != len(part) * _SEAL_BYTES:
-                    raise OSError(errno.EIO, "not all seals were written")
+    def _write_headers(self, slots: Sequence[int], headers: Sequence[memoryview]) -> None:
+        for first, run in runs(slots, headers):
+            for start in range(0, len(run), _HEADERS_AT_ONCE):
+                part = run[start : start + _HEADERS_AT_ONCE]
+                num_written = os.pwritev(self._headers.fileno(), part, (first + start) * _HEADER_BYTES)
+                if num_written != len(part) * _HEADER_BYTES:
+                    raise OSError(errno.EIO, "not all headers were written")
 
-    def _open(self, seal: bytes, sealed: memoryview, target: memoryview) -> bool:
+    def _decrypt(self, header: bytes, encrypted: memoryview, target: memoryview) -> bool:
         from cryptography.exceptions import InvalidTag
 
-        cipher = self._ciphers.get(seal[:_ID_BYTES])
-        if cipher is None or len(seal) < _SEAL_BYTES:
+        cipher = self._ciphers.get(header[:_ID_BYTES])
+        if cipher is None or len(header) < _HEADER_BYTES:
             return False
-        sealed[-_TAG_BYTES:] = seal[-_TAG_BYTES:]
+        encrypted[-_TAG_BYTES:] = header[-_TAG_BYTES:]
         try:
-            cipher.decrypt_into(seal[_ID_BYTES:-_TAG_BYTES], sealed, self._whose, target)
+            cipher.decrypt_into(header[_ID_BYTES:-_TAG_BYTES], encrypted, self._owner, target)
         except InvalidTag:
             return False
         return True
@@ -251,7 +252,7 @@ class SealedSlotFile:
 
     @property
     def used_bytes(self) -> int:
-        """What the slots take on the disk, without the seals."""
+        """What the slots take on the disk, without the headers."""
         return self._slots.used_bytes
 
     def aligned_buffers(self, num_chunks: int) -> tuple[memoryview, list[memoryview]]:
@@ -264,9 +265,9 @@ class SealedSlotFile:
         Raises:
             OSError: any of them may still hold what it held.
         """
-        end = os.fstat(self._seals.fileno()).st_size
-        inside = [slot for slot in slots if slot * _SEAL_BYTES < end]
-        self._write_seals(inside, [memoryview(bytes(_SEAL_BYTES))] * len(inside))
+        end = os.fstat(self._headers.fileno()).st_size
+        inside = [slot for slot in slots if slot * _HEADER_BYTES < end]
+        self._write_headers(inside, [memoryview(bytes(_HEADER_BYTES))] * len(inside))
         self._slots.erase(slots, on_part)
 
     def truncate(self, num_slots: int) -> None:
@@ -276,10 +277,10 @@ class SealedSlotFile:
             OSError
         """
         self._slots.truncate(num_slots)
-        if os.fstat(self._seals.fileno()).st_size > num_slots * _SEAL_BYTES:
-            self._seals.truncate(num_slots * _SEAL_BYTES)
+        if os.fstat(self._headers.fileno()).st_size > num_slots * _HEADER_BYTES:
+            self._headers.truncate(num_slots * _HEADER_BYTES)
 
     def close(self) -> None:
         """Close the files. Nothing may be using them."""
         self._slots.close()
-        self._seals.close()
+        self._headers.close()

@@ -27,18 +27,18 @@ IDENTITY_NAME = "identity.json"
 MARKER_NAME = "ragcache-namespace"
 LOCK_NAME = "writer.lock"
 DATA_NAME = "chunks.data"
-SEALS_NAME = "chunks.seals"
-_KEY_NAME = "sealed-with"
+HEADERS_NAME = "chunks.headers"
+_KEY_NAME = "encryption-key"
 FILE_NAMES = frozenset(
     (
         *(MARKER_NAME, f"{MARKER_NAME}.new", IDENTITY_NAME, f"{IDENTITY_NAME}.new", _KEY_NAME, f"{_KEY_NAME}.new"),
-        *(LOCK_NAME, DATA_NAME, f"{DATA_NAME}.probe", SEALS_NAME),
+        *(LOCK_NAME, DATA_NAME, f"{DATA_NAME}.probe", HEADERS_NAME),
         *(f"index.sqlite{suffix}" for suffix in ("", "-wal", "-shm", "-journal")),
     )
 )
 """Every file of a namespace: no other file in its folder is ever deleted."""
 _DIRECTORY_LOCK_NAME = "directory.lock"
-_PATIENCE_S = 60.0
+_TIMEOUT_S = 60.0
 _ENTRY_TIMEOUT_S = 1.0
 _KEY_NAME_TEXT = re.compile(r"[0-9a-f]{8}")
 FOLDER_NAME = re.compile(r"[0-9a-f]{32}")
@@ -62,7 +62,9 @@ def list_namespaces(directory: str | os.PathLike[str]) -> list[Namespace]:
     Other folders and symbolic links are left out, whatever their names.
     """
     try:
-        folders = [path for path in Path(directory).iterdir() if FOLDER_NAME.fullmatch(path.name) and is_ours(path)]
+        folders = [
+            path for path in Path(directory).iterdir() if FOLDER_NAME.fullmatch(path.name) and is_namespace(path)
+        ]
     except OSError:
         return []
     found = []
@@ -76,7 +78,7 @@ def list_namespaces(directory: str | os.PathLike[str]) -> list[Namespace]:
     return sorted(found, key=lambda namespace: (-namespace.num_bytes, namespace.path))
 
 
-def is_ours(folder: Path) -> bool:
+def is_namespace(folder: Path) -> bool:
     """Return whether a folder is a namespace: it has the marker, or is one from before there were markers.
 
     Those have a readable identity, whose digest is the folder's name, and no file that is not a namespace's.
@@ -154,13 +156,13 @@ def changing(directory: Path) -> Iterator[None]:
     try:
         make_private_folder(directory)
         lock = filelock.FileLock(
-            directory / _DIRECTORY_LOCK_NAME, timeout=_PATIENCE_S, mode=FILE_MODE, fallback_to_soft=False
+            directory / _DIRECTORY_LOCK_NAME, timeout=_TIMEOUT_S, mode=FILE_MODE, fallback_to_soft=False
         )
         lock.acquire()
         make_private(directory / _DIRECTORY_LOCK_NAME)  # by any process
     except filelock.Timeout:
         raise CacheLockedError(
-            f"another engine has been busy with {directory}, the cache directory, for {_PATIENCE_S:g} s: start again "
+            f"another engine has been busy with {directory}, the cache directory, for {_TIMEOUT_S:g} s: start again "
             "when it is done, or give each engine a directory of its own"
         ) from None
     except (OSError, NotImplementedError) as error:  # the latter where the file system has no locks
@@ -241,7 +243,7 @@ def write_identity(folder: Path, identity: Identity) -> None:
 
 
 def check_key_in_use(folder: Path, keys: Keys) -> None:
-    """Refuse keys among which that is not with which the folder's chunks were sealed last.
+    """Refuse keys among which that is not with which the folder's chunks were encrypted last.
 
     Raises:
         CacheDirectoryError: it is not. OSError: it cannot be read.
@@ -260,7 +262,7 @@ def check_key_in_use(folder: Path, keys: Keys) -> None:
 
 
 def note_key_in_use(folder: Path, keys: Keys) -> None:
-    """Note which key seals the folder's chunks from now on, when nothing else can refuse the folder any more.
+    """Note which key encrypts the folder's chunks from now on, when nothing else can refuse the folder any more.
 
     Raises:
         OSError
@@ -268,7 +270,7 @@ def note_key_in_use(folder: Path, keys: Keys) -> None:
     path = folder / _KEY_NAME
     temporary = path.with_name(f"{_KEY_NAME}.new")
     with open(temporary, "w", encoding="ascii", opener=open_private) as file:
-        file.write(keys.sealing_id)
+        file.write(keys.encryption_key_id)
     temporary.replace(path)
 
 

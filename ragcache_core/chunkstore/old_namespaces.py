@@ -1,7 +1,8 @@
 """Namespaces that no engine reads any more: of other weights, another vLLM, or from before encryption.
 
-Only namespaces are deleted (:func:`~ragcache_core.chunkstore.namespace.is_ours`), only their own files, and no symbolic
-link is followed. The marker is the last file to go, so the next call ends a deletion that a crash has interrupted.
+Only namespaces are deleted (:func:`~ragcache_core.chunkstore.namespace.is_namespace`), only their own files, and no
+symbolic link is followed. The marker is the last file to go, so the next call ends a deletion that a crash has
+interrupted.
 """
 
 from __future__ import annotations
@@ -21,16 +22,16 @@ from ragcache_core.chunkstore.namespace import (
     FILE_NAMES,
     FOLDER_NAME,
     FORMAT,
+    HEADERS_NAME,
     IDENTITY_NAME,
     LOCK_NAME,
     MARKER_NAME,
-    SEALS_NAME,
     Identity,
     Namespace,
     changing,
     directory_error,
     has_marker,
-    is_ours,
+    is_namespace,
     list_namespaces,
     mark,
     names_of,
@@ -164,7 +165,7 @@ def _folders_of(directory: Path, name: re.Pattern[str] = FOLDER_NAME) -> list[Pa
 def _is_plaintext(folder: Path) -> bool:
     """Return whether a folder holds chunks that are not encrypted; one that is just being made holds none."""
     try:
-        return (folder / DATA_NAME).lstat().st_size > 0 and not os.path.lexists(folder / SEALS_NAME)
+        return (folder / DATA_NAME).lstat().st_size > 0 and not os.path.lexists(folder / HEADERS_NAME)
     except OSError:  # there are none, or they are another user's
         return False
 
@@ -201,7 +202,7 @@ def _delete(old: Namespace, why: str, *, dry_run: bool = False) -> bool:
         with _held(descriptor, dry_run=dry_run) as is_unused:
             if not is_unused or dry_run:
                 return is_unused
-            if not is_ours(old.path):  # another program has changed it since it was listed
+            if not is_namespace(old.path):  # another program has changed it since it was listed
                 return False
             with os.scandir(descriptor) as entries:
                 names = [entry.name for entry in entries]

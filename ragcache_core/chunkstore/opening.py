@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from ragcache_core.chunkstore.chunks import MAX_KEY_BYTES, checksum
 from ragcache_core.chunkstore.compression import HINT, is_installed
-from ragcache_core.chunkstore.encryption import SealedSlotFile
+from ragcache_core.chunkstore.encryption import EncryptedSlotFile
 from ragcache_core.chunkstore.index import ChunkIndex, IndexDamagedError, read_through, remove_index
 from ragcache_core.chunkstore.slotfile import SlotFile, SlotMap, page_aligned
 from ragcache_core.errors import CacheDirectoryError
@@ -86,7 +86,7 @@ logger = logger_of(__name__)
 _INDEX_NAME = "index.sqlite"
 _MOVE_BYTES = 16 << 20
 
-_Slots = SlotFile | SealedSlotFile
+_Slots = SlotFile | EncryptedSlotFile
 _Row = tuple[int, bytes, int, int]
 """Slot, key, checksum, stored length."""
 

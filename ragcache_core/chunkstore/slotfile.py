@@ -344,10 +344,10 @@ def _move(
     call: Callable[[int, list[memoryview], int], int], descriptor: int, vectors: list[memoryview], offset: int
 ) -> bool:
     """Read or write all of ``vectors`` and return True, or False when the file ended before."""
-    num_left = sum(len(vector) for vector in vectors)
+    num_remaining = sum(len(vector) for vector in vectors)
     while num_moved := call(descriptor, vectors, offset):
-        num_left -= num_moved
-        if not num_left:
+        num_remaining -= num_moved
+        if not num_remaining:
             return True
         offset += num_moved
         done = 0

@@ -36,7 +36,7 @@ from ragcache_core.chunkstore.chunks import (
     contiguous,
 )
 from ragcache_core.chunkstore.compression import MOST_CHUNKS_PER_SLOT, Compression, FrameBuffers
-from ragcache_core.chunkstore.encryption import Keys, SealedSlotFile
+from ragcache_core.chunkstore.encryption import EncryptedSlotFile, Keys
 from ragcache_core.chunkstore.index import IndexDamagedError, write_error
 from ragcache_core.chunkstore.namespace import (
     DATA_NAME,
@@ -120,7 +120,7 @@ class ChunkStore:
         identity = {**identity, "chunk_bytes": chunk_bytes}
         directory = Path(directory).absolute()
         if keys is not None:
-            identity["sealed"] = "AES-256-GCM"
+            identity["encryption"] = "AES-256-GCM"
         self.path = namespace_path(directory, identity)
         self.chunk_bytes = chunk_bytes
         self._changing = threading.RLock()
@@ -142,10 +142,12 @@ class ChunkStore:
                 elif has_older_format(self.path):
                     write_identity(self.path, identity)  # first: an older RAGCache must not take the index for damaged
                 if keys is None:
-                    self._file: SlotFile | SealedSlotFile = SlotFile(self.path / DATA_NAME, chunk_bytes, direct=direct)
+                    self._file: SlotFile | EncryptedSlotFile = SlotFile(
+                        self.path / DATA_NAME, chunk_bytes, direct=direct
+                    )
                 else:
                     check_key_in_use(self.path, keys)
-                    self._file = SealedSlotFile(self.path / DATA_NAME, chunk_bytes, keys, direct=direct)
+                    self._file = EncryptedSlotFile(self.path / DATA_NAME, chunk_bytes, keys, direct=direct)
                 opened.callback(self._file.close)
                 num_slots = check_capacity(self.path, capacity_bytes, self._file.slot_bytes)
                 self.capacity_bytes = num_slots * self._file.slot_bytes

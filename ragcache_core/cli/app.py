@@ -14,6 +14,7 @@ from ragcache_core.cli.commands.batch import batch
 from ragcache_core.cli.commands.bench import bench
 from ragcache_core.cli.commands.cache import cache
 from ragcache_core.cli.commands.calibrate import calibrate
+from ragcache_core.cli.commands.compile import compile_
 from ragcache_core.cli.commands.forget import forget
 from ragcache_core.cli.commands.index import index
 from ragcache_core.cli.commands.profile import profile
@@ -41,7 +42,7 @@ def cli() -> None:
 
 
 for command in (
-    *(index, ask, batch, store, serve, stats, cache, forget, warm),
+    *(index, ask, batch, store, serve, stats, cache, forget, warm, compile_),
     *(profile, quality, calibrate, trace, simulate, advise, bench),
 ):
     cli.add_command(command)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 import click
 
+from ragcache_core.cli.options import embedder_option, layout_options
 from ragcache_core.cli.output import counting_requests
 from ragcache_core.errors import ConfigError, EmptyStoreError, RAGCacheError, TraceError
 from ragcache_core.prompt import PromptLayout
@@ -26,7 +29,7 @@ if TYPE_CHECKING:
     from ragcache_core.stats import EngineStats
 
 
-_MAX_ASKED: Final = 2_000
+_MAX_SAMPLED_DOCUMENTS: Final = 2_000
 """Documents of a store, evenly spread, that are asked about: a search takes about a millisecond."""
 _QUESTION_CHARS: Final = 200
 
@@ -58,7 +61,7 @@ def retrieved_by_popularity(store: StoreReader, k: int, progress: _Progress) -> 
     if not ids:
         raise EmptyStoreError(f"{store.path} is empty: index documents before they are warmed")
     found = []
-    for document in store.get(ids[:: -(-len(ids) // _MAX_ASKED)]):
+    for document in store.get(ids[:: -(-len(ids) // _MAX_SAMPLED_DOCUMENTS)]):
         near = store.search(_beginning(document), k + 1).documents
         others = tuple(other.doc_id for other in near if other.doc_id != document.doc_id)
         found.append(others[:k] or (document.doc_id,))
@@ -66,9 +69,9 @@ def retrieved_by_popularity(store: StoreReader, k: int, progress: _Progress) -> 
     return found
 
 
-def num_asked_for_popularity(store: StoreReader) -> int:
+def num_popularity_searches(store: StoreReader) -> int:
     """Return how many searches :func:`retrieved_by_popularity` takes."""
-    return -(-len(store) // -(-len(store) // _MAX_ASKED)) if len(store) else 0
+    return -(-len(store) // -(-len(store) // _MAX_SAMPLED_DOCUMENTS)) if len(store) else 0
 
 
 def most_retrieved(found: Iterable[tuple[DocId, ...]], num_documents: int) -> list[tuple[DocId, ...]]:
@@ -97,6 +100,62 @@ _QUESTION_TOKENS = 32
 _APART_S = 10.0  # between requests whose times are unknown
 
 Order = Literal["retrieval", "canonical"]
+_EXPECTATION_OPTIONS: Final = (
+    click.option(
+        "--from-log",
+        type=click.Path(path_type=Path),
+        metavar="FILE",
+        help="Questions that were asked, one a line or as JSON lines; the store's own search finds their documents.",
+    ),
+    click.option(
+        "--trace",
+        type=click.Path(path_type=Path),
+        metavar="FILE",
+        help="What was retrieved: a trace (serve --record-trace), or a log that 'ragcache trace import' reads.",
+    ),
+    click.option(
+        "--top",
+        type=click.IntRange(1),
+        metavar="N",
+        help="No log: the N documents of the store that are near to most others. [default: all of them]",
+    ),
+    click.option("-k", "--k", type=click.IntRange(1), help="Documents that a prompt shows. [default: 2, if there are]"),
+    click.option(
+        "--document-order",
+        type=click.Choice(["retrieval", "canonical"]),
+        default="retrieval",
+        show_default=True,
+        help="In which order your prompts show them.",
+    ),
+    layout_options,
+    embedder_option,
+    click.option(
+        "--cost-model",
+        default=DEFAULT_COST_MODEL,
+        show_default=True,
+        metavar="NAME|FILE",
+        help="What a prefill costs, as 'ragcache advise' takes it.",
+    ),
+)
+
+
+def expectation_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the options of :func:`read_expected`, of a prompt's layout, and of a prefill's cost."""
+    for option in reversed(_EXPECTATION_OPTIONS):
+        command = option(command)
+    return command
+
+
+def check_sources(settings: Mapping[str, Any]) -> None:
+    """Refuse more than one source of expected requests.
+
+    Raises:
+        click.UsageError: with the options that were given.
+    """
+    sources = [name for name in ("from_log", "trace", "top") if settings[name] is not None]
+    if len(sources) > 1:
+        names = " and ".join(f"--{name.replace('_', '-')}" for name in sources)
+        raise click.UsageError(f"{names} say different things of what will be asked: give one of them.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,15 +174,30 @@ class Expected:
 
 @dataclass(frozen=True, slots=True)
 class WarmingPlan:
-    """What is to be warmed: the documents by their ids, the paths, of how many tokens, and what that should bring."""
+    """What is to be prefilled, and what a simulation expects of it.
+
+    Attributes:
+        documents: by their ids.
+        paths: documents in prompt order, the one with the largest savings per token first.
+        num_tokens: of the paths.
+        budget_tokens: the limit of ``num_tokens``.
+        bytes_per_token: of KV.
+        forecasts: by the number of prefilled tokens, for parts of the budget; the last is for all paths.
+        cost_model: the name of the prefill's costs.
+    """
 
     documents: Mapping[DocId, Document]
     paths: Sequence[WarmPath]
     num_tokens: int
     budget_tokens: int
     bytes_per_token: float
-    forecast: Forecast
+    forecasts: Sequence[tuple[int, Forecast]]
     cost_model: str
+
+    @property
+    def forecast(self) -> Forecast:
+        """The forecast for all paths."""
+        return self.forecasts[-1][1]
 
 
 # What is expected
@@ -151,13 +225,13 @@ def expected_of(
     elif from_log is not None:
         from ragcache_core.sim.traces.log_import import read_questions
 
-        asked = read_questions(from_log)
-        with counting_requests("searching", len(asked)) as progress:
-            documents = retrieved_for(store, (text for _, text in asked), num_wanted, progress)
-        times_s, questions = zip(*asked, strict=True)
-        found = Expected(f"{len(asked):,} questions of {from_log.name}", times_s, documents, questions)
+        timed_questions = read_questions(from_log)
+        with counting_requests("searching", len(timed_questions)) as progress:
+            documents = retrieved_for(store, (text for _, text in timed_questions), num_wanted, progress)
+        times_s, questions = zip(*timed_questions, strict=True)
+        found = Expected(f"{len(timed_questions):,} questions of {from_log.name}", times_s, documents, questions)
     else:
-        with counting_requests("searching", num_asked_for_popularity(store)) as progress:
+        with counting_requests("searching", num_popularity_searches(store)) as progress:
             documents = retrieved_by_popularity(store, num_wanted, progress)
         if top is not None:
             documents = most_retrieved(documents, top)
@@ -166,6 +240,23 @@ def expected_of(
         found = Expected(source, [_APART_S * i for i in range(num)], documents, [_QUESTION_TOKENS] * num)
     shown = [tuple(ids[i] for i in arrange(ids, order, None)) for ids in found.documents]
     return Expected(found.source, found.times_s, shown, found.questions, found.num_unknown)
+
+
+def read_expected(store: DocumentStore, settings: Mapping[str, Any]) -> Expected:
+    """Return what the options of :func:`expectation_options` say; see :func:`expected_of`."""
+    names = ("from_log", "trace", "top", "k", "document_order")
+    return expected_of(store, *(settings[name] for name in names))
+
+
+def with_each_alone(expected: Expected, doc_ids: Sequence[DocId]) -> Expected:
+    """Return ``expected``, and after it one request for each document alone, so that no document counts for nothing."""
+    num, last_s = len(doc_ids), max(expected.times_s, default=0.0)
+    return replace(
+        expected,
+        times_s=[*expected.times_s, *(last_s + _APART_S * (i + 1) for i in range(num))],
+        documents=[*expected.documents, *((doc_id,) for doc_id in doc_ids)],
+        questions=[*expected.questions, *[_QUESTION_TOKENS] * num],
+    )
 
 
 def _expected_of_trace(store: DocumentStore, path: Path) -> Expected:
@@ -212,8 +303,18 @@ def plan_of(
     layout: PromptLayout,
     budget_bytes: int | None,
     cost_model: str,
+    num_forecasts: int = 1,
 ) -> WarmingPlan:
     """Return what of ``expected`` an engine is to prefill, with the layout bound to it.
+
+    Args:
+        engine: its tiers limit the budget, unless it has a shared store without a limit.
+        store: has the documents.
+        expected: requests that are expected.
+        layout: of prompts.
+        budget_bytes: KV to prefill at most; by default the size of the largest tier.
+        cost_model: of prefills, in the forecast.
+        num_forecasts: forecasts, each for half of the tokens of the next.
 
     Raises:
         ConfigError: the budget is more than the tiers hold, or less than any document needs.
@@ -232,7 +333,8 @@ def plan_of(
     if chunks is not None:
         room = {"reused chunks": chunks.capacity_tokens + chunks.disk_capacity_tokens}
     budget_tokens = max(room.values()) if budget_bytes is None else int(budget_bytes / sizes.bytes_per_token)
-    if budget_tokens > sum(room.values()):
+    is_unlimited = chunks is None and any(tier.name == "shared" and not tier.capacity_bytes for tier in stats.tiers)
+    if budget_tokens > sum(room.values()) and not is_unlimited:
         holds = ", ".join(f"{name} {size_text(n * sizes.bytes_per_token)}" for name, n in room.items())
         raise ConfigError(
             f"budget is {size_text(budget_tokens * sizes.bytes_per_token)}, the tiers hold {holds}: lower it, or give "
@@ -261,11 +363,16 @@ def plan_of(
             f"budget is {size_text(budget_tokens * sizes.bytes_per_token)}, less than any document that comes "
             f"first: {size_text(least * sizes.bytes_per_token)} is the least that is of use"
         )
-    options = _simulated(stats, sizes.tokens, system_tokens, cost_model)
-    with counting_requests("simulating", 2 * min(len(trace), NUM_FIRST)) as progress:
-        found = forecast(trace, options, paths, progress=progress)
-    num_tokens = system_tokens + sum(path.doc_tokens[-1] for path in paths)
-    return WarmingPlan(documents, paths, num_tokens, budget_tokens, sizes.bytes_per_token, found, testbed.name)
+    below_tokens = sizes.tokens.get("disk", 0) + (budget_tokens if is_unlimited else sizes.tokens.get("shared", 0))
+    options = _simulated(stats, {**sizes.tokens, "disk": below_tokens}, system_tokens, cost_model)
+    ends = list(accumulate((path.doc_tokens[-1] for path in paths), initial=system_tokens))[1:]
+    forecasts = []
+    with counting_requests("simulating", num_forecasts * 2 * min(len(trace), NUM_FIRST)) as progress:
+        for halvings in reversed(range(num_forecasts)):
+            num_paths = bisect_right(ends, ends[-1] >> halvings)
+            num_tokens = ends[num_paths - 1] if num_paths else 0
+            forecasts.append((num_tokens, forecast(trace, options, paths[:num_paths], progress=progress)))
+    return WarmingPlan(documents, paths, ends[-1], budget_tokens, sizes.bytes_per_token, forecasts, testbed.name)
 
 
 def _question_tokens(question: str | int) -> int:
@@ -311,12 +418,16 @@ def warm_store(store: DocumentStore, url: str, api_key: str | None) -> tuple[dic
     with Engine.connect(url, api_key=api_key) as engine:
         plan = plan_of(engine, store, expected, PromptLayout(), None, DEFAULT_COST_MODEL)
         receipt = warm_engine(engine, plan)
-    told = {"url": url, **plan_to_dict(plan, expected), "receipt": receipt.to_dict()}
-    return told, [*lines_of(plan, expected), receipt_line(receipt, plan)]
+    report = {"url": url, **plan_to_dict(plan, expected), "receipt": receipt.to_dict()}
+    return report, [*lines_of(plan, expected), receipt_line(receipt, plan)]
 
 
-def warm_engine(engine: Engine, plan: WarmingPlan) -> WarmingReceipt:
+def warm_engine(
+    engine: Engine, plan: WarmingPlan, on_path: Callable[[WarmingReceipt], object] = lambda _: None
+) -> WarmingReceipt:
     """Prefill what was planned; what ends it before says what was done until then.
+
+    ``on_path`` is called after each path.
 
     Raises:
         EngineError: the engine went away, or cannot be warmed. KeyboardInterrupt
@@ -326,14 +437,15 @@ def warm_engine(engine: Engine, plan: WarmingPlan) -> WarmingReceipt:
     receipt = WarmingReceipt()
     with counting_requests("warming", len(plan.paths)) as progress:
 
-        def on_path(done: WarmingReceipt) -> None:
+        def count(done: WarmingReceipt) -> None:
             nonlocal receipt
             receipt = done
             progress(1)
+            on_path(done)
 
         paths = [([plan.documents[i] for i in path.doc_ids], path.expected_uses) for path in plan.paths]
         try:
-            return engine.warm_paths(paths, on_path=on_path)
+            return engine.warm_paths(paths, on_path=count)
         except KeyboardInterrupt:
             click.echo(f"ragcache: {_so_far(receipt, plan)}", err=True)
             raise

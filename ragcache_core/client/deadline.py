@@ -43,7 +43,7 @@ _LOAD_TIMEOUT_S = 0.1
 """Asking is a part of what the user waits for."""
 
 _NO_REUSE = "the engine was started without chunk reuse"
-_NOT_SAID = "the server did not say what its engine takes"
+_COSTS_NOT_REPORTED = "the server did not say what its engine takes"
 _UNSUPPORTED = "the server runs without RAGCache, or with an older one"
 _NUM_REMEMBERED = 256
 _UNKNOWN_PROMPT = "the server does not tell the tokens of this prompt"
@@ -67,12 +67,12 @@ class DeadlineRoutes:
     def __init__(self, api: ServerAPI) -> None:
         self._api = api
         self._costs: EngineCosts | None = None
-        self._unknown = EngineCosts(_NOT_SAID, _NOT_SAID)
-        self._ask_again_at_s = 0.0
+        self._unknown = EngineCosts(_COSTS_NOT_REPORTED, _COSTS_NOT_REPORTED)
+        self._retry_at_s = 0.0
 
     def costs(self) -> EngineCosts:
         """Return the measured costs of the engine's model. Never fails; after a failure it asks once a minute."""
-        if self._costs is None and time.monotonic() >= self._ask_again_at_s:
+        if self._costs is None and time.monotonic() >= self._retry_at_s:
             try:
                 costs = self._api.ask(
                     Call("/v1/ragcache/costs", _read_costs, timeout=_COSTS_TIMEOUT_S, is_sent_once=True)
@@ -82,8 +82,8 @@ class DeadlineRoutes:
                 self._costs = costs
             except (EngineError, ValueError, LookupError, TypeError) as error:
                 logger.debug("the engine's costs are unknown: %s: %s", type(error).__name__, error)
-                self._unknown = EngineCosts(_NOT_SAID, _NOT_SAID)
-            self._ask_again_at_s = time.monotonic() + _COSTS_AGAIN_S
+                self._unknown = EngineCosts(_COSTS_NOT_REPORTED, _COSTS_NOT_REPORTED)
+            self._retry_at_s = time.monotonic() + _COSTS_AGAIN_S
         return self._costs or self._unknown
 
     def queue_s(self) -> float | None:
@@ -103,13 +103,13 @@ def _read_costs(response: httpx.Response) -> EngineCosts | None:
     """Return what was measured; ``None`` where there is no such route."""
     if response.status_code == 404:
         return None
-    said: Any = response.raise_for_status().json()
+    data: Any = response.raise_for_status().json()
     prefill: PrefillCostModel | str = "how long its prefills take was not measured: run 'ragcache profile', and restart"
-    if said["prefill"] is not None:
-        prefill = PrefillCostModel.from_dict(said["prefill"])
+    if data["prefill"] is not None:
+        prefill = PrefillCostModel.from_dict(data["prefill"])
     reuse: MeasuredReuse | str = _NO_REUSE
-    if (told := said["chunk_reuse"]) is not None:
-        reuse = MeasuredReuse(float(told["alpha"]), tuple(AlphaPoint(**point) for point in told["points"]))
+    if (measured := data["chunk_reuse"]) is not None:
+        reuse = MeasuredReuse(float(measured["alpha"]), tuple(AlphaPoint(**point) for point in measured["points"]))
     return EngineCosts(prefill, reuse)
 
 
@@ -193,7 +193,7 @@ class DeadlineClient:
         elif decision.messages is not None:
             moved = planned(decision.messages, chunk_reuse=wish if wish is not None else exactly)
             moved = replace(moved, extra_body={"messages": decision.messages, **moved.extra_body})
-            plan = replace(moved, asked=plan.asked)  # the chat goes on with the messages that it holds
+            plan = replace(moved, tool_chat=plan.tool_chat)  # the chat goes on with the messages that it holds
         return replace(plan, deadline=decision.report)
 
     def _decide(

@@ -25,8 +25,8 @@ from ragcache_core.client.generation import (
     check_one_answer,
     check_prompt,
     check_settings,
+    join_chunks,
     streamed_body,
-    whole,
 )
 from ragcache_core.client.http.attempt import RetryPolicy, ServerWatch
 from ragcache_core.client.http.errors import translate_errors
@@ -233,8 +233,8 @@ class EngineClient(Handle, ABC):
     ) -> Generation:
         """Return the whole answer to ``prompt``; see :meth:`stream`."""
         check_one_answer(sampling)
-        asked = {"max_tokens": max_tokens, "temperature": temperature, "chunk_reuse": chunk_reuse, **sampling}
-        return whole(list(self.stream(prompt, **asked)))
+        request_options = {"max_tokens": max_tokens, "temperature": temperature, "chunk_reuse": chunk_reuse, **sampling}
+        return join_chunks(list(self.stream(prompt, **request_options)))
 
     def stream(
         self,
@@ -282,9 +282,9 @@ class EngineClient(Handle, ABC):
     ) -> Generation:
         """Return the whole answer to ``prompt``; see :meth:`stream`. Cancelling it ends the request in the engine."""
         check_one_answer(sampling)
-        asked = {"max_tokens": max_tokens, "temperature": temperature, "chunk_reuse": chunk_reuse, **sampling}
-        async with aclosing(self.astream(prompt, **asked)) as chunks:
-            return whole([chunk async for chunk in chunks])
+        request_options = {"max_tokens": max_tokens, "temperature": temperature, "chunk_reuse": chunk_reuse, **sampling}
+        async with aclosing(self.astream(prompt, **request_options)) as chunks:
+            return join_chunks([chunk async for chunk in chunks])
 
     async def astream(
         self,

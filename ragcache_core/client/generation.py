@@ -153,7 +153,7 @@ class AnswerReader:
         return GenerationChunk("", self._finish_reason, stats)
 
 
-def whole(chunks: Sequence[GenerationChunk]) -> Generation:
+def join_chunks(chunks: Sequence[GenerationChunk]) -> Generation:
     """Return the answer that a finished stream adds up to."""
     last = chunks[-1]
     assert last.stats is not None, "the stream was not read to its end"

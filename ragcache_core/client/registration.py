@@ -145,9 +145,9 @@ class DocumentRegistrations:
                 for doc_id, why in list(receipt.errors.items())[:1]:
                     self._warn(f"{len(receipt.errors)} documents are not registered, {doc_id!r:.80}: {why}")
 
-    def _warn(self, said: str) -> None:
+    def _warn(self, message: str) -> None:
         if not self._is_warned and not self._is_closed:
-            logger.warning("RC-NOT-REGISTERED: plain clients have no statistics of some documents: %s", said)
+            logger.warning("RC-NOT-REGISTERED: plain clients have no statistics of some documents: %s", message)
         self._is_warned = True
 
 
@@ -179,11 +179,11 @@ def _read(answer: httpx.Response) -> tuple[RegistrationReceipt, str | None]:
     answer.raise_for_status()
     try:
         body: dict[str, Any] = answer.json()
-        said: list[dict[str, Any]] = body["documents"]
+        results: list[dict[str, Any]] = body["documents"]
         receipt = RegistrationReceipt(
-            num_registered=sum(bool(each["registered"]) for each in said),
-            errors={str(each.get("id")): each["error"] for each in said if "error" in each},
-            warnings={str(each.get("id")): each["warning"] for each in said if "warning" in each},
+            num_registered=sum(bool(each["registered"]) for each in results),
+            errors={str(each.get("id")): each["error"] for each in results if "error" in each},
+            warnings={str(each.get("id")): each["warning"] for each in results if "warning" in each},
         )
         return receipt, body.get("epoch")
     except (ValueError, LookupError, TypeError) as error:

@@ -105,7 +105,7 @@ class ServerAPI:
         with translate_errors():
             return call.read(await self._http_async.request(**self._request(call)))
 
-    async def ask_as(self, call: Call[_T], *, is_blocking: bool) -> _T:
+    async def call_async(self, call: Call[_T], *, is_blocking: bool) -> _T:
         """Do :meth:`ask`, for code that :func:`~ragcache_core.client.http.network.finish` runs, or :meth:`aask`."""
         return self.ask(call) if is_blocking else await self.aask(call)
 

@@ -92,7 +92,7 @@ class SearchTrace:
     def __init__(self, tracer: Tracer, span: Span, began_ns: int) -> None:
         self._tracer, self._span, self._began_ns, self._stage_ns = tracer, span, began_ns, began_ns
 
-    def tell(self, event: PipelineEvent) -> None:
+    def record_event(self, event: PipelineEvent) -> None:
         """Record what happened during the search; speculations have spans of their own."""
         at_ns = self._began_ns + int(event.search_s * 1e9)
         if event.kind != "stage":

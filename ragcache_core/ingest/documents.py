@@ -127,12 +127,12 @@ def read_files(
     for file in files:
         bad: list[DocumentError] = []
 
-        def tell(error: DocumentError, bad: list[DocumentError] = bad) -> None:
+        def on_error(error: DocumentError, bad: list[DocumentError] = bad) -> None:
             bad.append(error)
             on_bad(error)
 
         documents: list[Document] = []
-        for record in read_records(file, tell, limits or FileLimits()):
+        for record in read_records(file, on_error, limits or FileLimits()):
             where = f"{file.path}:{record.line}" if record.line else str(file.path)
             chunks = list(_documents(record, splitting))
             twice = next((d.doc_id for d in chunks if d.doc_id in seen), None)
@@ -140,7 +140,7 @@ def read_files(
                 seen.update((d.doc_id, where) for d in chunks)
                 documents += chunks
             else:
-                tell(
+                on_error(
                     DuplicateDocumentError(
                         f"document id {twice!r} is in {seen[twice]} and again in {where}: give one of them another id"
                     )

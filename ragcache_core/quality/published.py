@@ -76,11 +76,11 @@ class Squad(Published):
     def questions(self, aliases: Aliases) -> Iterator[Question]:
         texts = [paragraph.context for paragraph in self.paragraphs]
         for place, paragraph in enumerate(self.paragraphs):
-            for number, asked in enumerate(paragraph.qas):
-                if asked.answers and not asked.is_impossible:
+            for number, entry in enumerate(paragraph.qas):
+                if entry.answers and not entry.is_impossible:
                     start = max(0, min(place - number % NUM_SQUAD_DOCUMENTS, len(texts) - NUM_SQUAD_DOCUMENTS))
                     shown = [(self.title, text) for text in texts[start : start + NUM_SQUAD_DOCUMENTS]]
-                    yield _question(asked.question, [answer.text for answer in asked.answers], shown)
+                    yield _question(entry.question, [answer.text for answer in entry.answers], shown)
 
 
 class _HubAnswers(BaseModel):
@@ -104,10 +104,10 @@ def articles(rows: Iterable[SquadRow]) -> Iterator[Squad]:
     found: dict[str, dict[str, list[_SquadQuestion]]] = {}
     for row in rows:
         answers = [_SquadAnswer(text=text) for text in row.answers.text if text.strip()]
-        asked = found.setdefault(row.title, {}).setdefault(row.context, [])
-        asked.append(_SquadQuestion(question=row.question, answers=answers))
+        entry = found.setdefault(row.title, {}).setdefault(row.context, [])
+        entry.append(_SquadQuestion(question=row.question, answers=answers))
     for title, paragraphs in found.items():
-        shown = [_SquadParagraph(context=context, qas=asked) for context, asked in paragraphs.items()]
+        shown = [_SquadParagraph(context=context, qas=entry) for context, entry in paragraphs.items()]
         yield Squad(title=title, paragraphs=shown)
 
 

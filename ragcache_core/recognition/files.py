@@ -71,12 +71,12 @@ def read_journal(data: bytes) -> StoredRegistrations:
     """
     head, end, body = data.partition(b"\n")
     try:
-        said = json.loads(head)
-        one, other = said["points"]
-        if said["format"] != _FORMAT or not end:
-            raise ValueError(f"the format is {said['format']!r:.40}, this version reads {_FORMAT!r}")
+        header = json.loads(head)
+        one, other = header["points"]
+        if header["format"] != _FORMAT or not end:
+            raise ValueError(f"the format is {header['format']!r:.40}, this version reads {_FORMAT!r}")
         stored = StoredRegistrations((int(one), int(other)))
-        if said["checksum"] != _checksum_of(stored.points):
+        if header["checksum"] != _checksum_of(stored.points):
             raise ValueError("its points have another checksum")
         at = 0
         while at + _HEAD.size <= len(body):

@@ -255,7 +255,7 @@ class Registry:
 
     def _verified(self, sums: Sums, num_tokens: int) -> tuple[NDArray[np.int32], NDArray[np.int64]] | None:
         """Return records whose interior is in a prompt, and where it begins; ``None`` where it is too many."""
-        columns, all_records, all_starts, num_left = self._columns, [], [], _MAX_PLACES
+        columns, all_records, all_starts, num_remaining = self._columns, [], [], _MAX_PLACES
         for size, table in self._tables.items():
             if not table:
                 continue
@@ -263,7 +263,7 @@ class Registry:
             places = np.flatnonzero(heads >= 0)
             records = heads[places]
             while len(records):
-                if (num_left := num_left - len(records)) < 0:
+                if (num_remaining := num_remaining - len(records)) < 0:
                     return None
                 all_records.append(records)
                 all_starts.append(places - columns["anchor_at"][records])

@@ -145,11 +145,11 @@ class WordScores:
         norms = [_K1 * (1 - _B + _B * index.num_words / mean_length) for index, _ in segments]
         scores = [np.zeros(len(index.ids)) for index, _ in segments]
         typical = 0.0
-        for word, num_asked in sorted(Counter(words).items()):
+        for word, num_in_query in sorted(Counter(words).items()):
             postings = [index.posting(word) for index, _ in segments]
             num_with = sum(int(is_live[rows].sum()) for (rows, _), (_, is_live) in zip(postings, segments, strict=True))
-            weight = num_asked * math.log(1 + (num_live - num_with + 0.5) / (num_with + 0.5))
-            typical += weight * num_asked / (num_asked + _K1)
+            weight = num_in_query * math.log(1 + (num_live - num_with + 0.5) / (num_with + 0.5))
+            typical += weight * num_in_query / (num_in_query + _K1)
             for (rows, counts), score, norm in zip(postings, scores, norms, strict=True):
                 score[rows] += weight * counts / (counts + norm[rows])
         live = [np.where(is_live, score, 0.0) for (_, is_live), score in zip(segments, scores, strict=True)]

@@ -128,8 +128,8 @@ class StoreReader:
 
         ``stages`` is a number of them, or increasing shares of the work as ``(0.1, 0.5, 1.0)``; by default 5, 15, 40
         and 100 %, without those that would, by the searches so far, take less than about a millisecond. An HNSW index
-        repeats work in each stage, so by default it has two: the first of these and the last. There are at most so
-        many: a stage that adds no work is left out. Closing the iterator early stops the search. With a filter that is
+        repeats work in each stage, so by default it has two: the first of these and the last. A stage that
+        adds no work is left out. Closing the iterator early stops the search. With a filter that is
         a function there is one stage.
 
         Where words count and the last question took 5 ms or more to embed, as with a service, what the words alone find

@@ -86,9 +86,9 @@ class DaemonThreadPool:
                         self._idle.append(inbox)
 
 
-def _start_all_anew() -> None:
+def _reset_all_after_fork() -> None:
     for threads in list(_all):
         threads._reset_after_fork()
 
 
-os.register_at_fork(after_in_child=_start_all_anew)
+os.register_at_fork(after_in_child=_reset_all_after_fork)

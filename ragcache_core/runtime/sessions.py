@@ -21,12 +21,12 @@ def kill_session(session_id: int, timeout_s: float = 10.0) -> None:
     """
     deadline_s = time.monotonic() + timeout_s
     while members := _session_members(session_id):
-        is_late = time.monotonic() > deadline_s
-        doomed = members if is_late else [p for p in members if not _is_resource_tracker(p)]
+        has_timed_out = time.monotonic() > deadline_s
+        doomed = members if has_timed_out else [p for p in members if not _is_resource_tracker(p)]
         if not doomed and os.getsid(0) == session_id:
             return
         _signal_all(doomed, signal.SIGKILL)
-        if is_late:
+        if has_timed_out:
             return
         time.sleep(_KILL_POLL_S)
 

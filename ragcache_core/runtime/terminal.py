@@ -80,7 +80,7 @@ class Bar:
             progress, task = self._drawn
             progress.update(task, completed=num_done, total=self.total)
 
-    def say(self, what: str) -> None:
+    def show(self, what: str) -> None:
         """Say what is going on."""
         self.what = what
         if self._drawn is not None:

@@ -49,14 +49,14 @@ class TraceRecorder:
         self.path = Path(path)
         self._since_s = time.time() if since_s is None else since_s
         self._file = _open(self.path, is_new=since_s is None)
-        self._told: SimpleQueue[tuple[Any, ...] | None] = SimpleQueue()
+        self._events: SimpleQueue[tuple[Any, ...] | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._write, name="ragcache-trace", daemon=True)
         self._thread.start()
         _open_recorders.add(self)
 
     def begin(self, key: Hashable, arrived_s: float | None = None) -> None:
         """Record that a request arrived, at ``arrived_s`` seconds since 1970, by default now."""
-        self._told.put((key, time.time() if arrived_s is None else arrived_s))
+        self._events.put((key, time.time() if arrived_s is None else arrived_s))
 
     def end(
         self,
@@ -66,7 +66,7 @@ class TraceRecorder:
         output_tokens: int,
     ) -> None:
         """Record a request that began: its documents with their lengths, its question's and its answer's, in tokens."""
-        self._told.put((key, documents, question_tokens, output_tokens))
+        self._events.put((key, documents, question_tokens, output_tokens))
 
     def end_with(self, key: Hashable, stats: RequestStats) -> None:
         """Record a request by its statistics: its question is all of the prompt that is no document."""
@@ -76,11 +76,11 @@ class TraceRecorder:
 
     def drop(self, key: Hashable) -> None:
         """Forget a request that is none of the trace; one that ended already is recorded."""
-        self._told.put((key,))
+        self._events.put((key,))
 
     def close(self) -> None:
         """Write what has ended, and close the file. May be called twice."""
-        self._told.put(None)
+        self._events.put(None)
         self._thread.join(_CLOSING_S)
         _open_recorders.discard(self)
 
@@ -96,7 +96,7 @@ class TraceRecorder:
         number, last_s = 0, 0.0
         try:
             while True:
-                told = self._told.get()
+                told = self._events.get()
                 match told:
                     case None:
                         began.clear()

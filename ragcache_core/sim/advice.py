@@ -21,7 +21,7 @@ _DISK_FOR_HOST = 8  # the disk that is tried where there is none, in sizes of ho
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class ConfigVariant:
     """One difference from the engine as it is now.
 
     Attributes:
@@ -48,7 +48,7 @@ class AdviceOutcome:
         saved: money that this saves on a million requests, at a price of an hour; None without a price.
     """
 
-    change: Change
+    change: ConfigVariant
     mean_ttft_s: float
     p99_ttft_s: float
     token_hit_rate: float
@@ -97,29 +97,31 @@ class Advice:
         }
 
 
-def changes(now: SimulationOptions, trace: Trace) -> Iterator[Change]:
+def changes(now: SimulationOptions, trace: Trace) -> Iterator[ConfigVariant]:
     """Yield the changes to try on an engine with the options ``now`` that serves ``trace``."""
     if now.host_tokens:
-        yield Change("GPU memory alone", replace(now, host_tokens=0, disk_tokens=0, chunk_reuse=None))
+        yield ConfigVariant("GPU memory alone", replace(now, host_tokens=0, disk_tokens=0, chunk_reuse=None))
         for times in (2, 4):
-            yield Change(f"host memory x {times}", replace(now, host_tokens=times * now.host_tokens))
+            yield ConfigVariant(f"host memory x {times}", replace(now, host_tokens=times * now.host_tokens))
         disk_tokens = 2 * now.disk_tokens or _DISK_FOR_HOST * now.host_tokens
         name = "disk x 2" if now.disk_tokens else f"a disk of {_DISK_FOR_HOST} x host memory"
-        yield Change(name, replace(now, disk_tokens=disk_tokens))
+        yield ConfigVariant(name, replace(now, disk_tokens=disk_tokens))
     else:
-        yield Change("host memory as large as the GPU's", replace(now, host_tokens=now.gpu_tokens))
+        yield ConfigVariant("host memory as large as the GPU's", replace(now, host_tokens=now.gpu_tokens))
     if now.order != "cache_aware":
-        yield Change("cache-aware document order", replace(now, order="cache_aware"), caveat="answers may change")
+        yield ConfigVariant(
+            "cache-aware document order", replace(now, order="cache_aware"), caveat="answers may change"
+        )
     if now.queue != "cache-aware":
-        yield Change("cache-aware queue", replace(now, queue="cache-aware"))
+        yield ConfigVariant("cache-aware queue", replace(now, queue="cache-aware"))
     if now.speculation == "none":
-        yield Change("speculation during the search", replace(now, speculation="dynamic"))
+        yield ConfigVariant("speculation during the search", replace(now, speculation="dynamic"))
     if now.chunk_reuse is None and now.host_tokens and not (trace.conversation >= 0).any():
         reused = replace(now, chunk_reuse=CHUNK_REUSE)
-        yield Change(f"chunk reuse, {CHUNK_REUSE:.0%} recomputed", reused, caveat="answers are approximate")
-    yield Change("a document less in each prompt", now, num_fewer=1, caveat="answers may change")
+        yield ConfigVariant(f"chunk reuse, {CHUNK_REUSE:.0%} recomputed", reused, caveat="answers are approximate")
+    yield ConfigVariant("a document less in each prompt", now, num_fewer=1, caveat="answers may change")
     if now.replicas == 1 and now.speculation == "none":
-        yield Change("a second engine", replace(now, replicas=2), caveat="twice the machines")
+        yield ConfigVariant("a second engine", replace(now, replicas=2), caveat="twice the machines")
 
 
 def advise(
@@ -145,7 +147,7 @@ def advise(
     if price_per_hour is not None and not 0.0 <= price_per_hour < float("inf"):
         raise ConfigError(f"the price of an hour is {price_per_hour:g}: give 0 or more")
     baseline = simulate(trace, now, progress=progress, keeps_requests=True)
-    first = _outcome(Change("now", now), baseline)
+    first = _outcome(ConfigVariant("now", now), baseline)
     outcomes = []
     for change in changes(now, trace):
         requests = _with_fewer_documents(trace, change.num_fewer) if change.num_fewer else trace
@@ -165,7 +167,7 @@ def _with_fewer_documents(trace: Trace, num_fewer: int) -> Trace:
     return Trace.from_requests(map(shortened, trace))
 
 
-def _outcome(change: Change, result: SimulationResult) -> AdviceOutcome:
+def _outcome(change: ConfigVariant, result: SimulationResult) -> AdviceOutcome:
     summary = result.summary
     return AdviceOutcome(
         change,

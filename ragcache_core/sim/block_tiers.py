@@ -33,8 +33,8 @@ class _RefCounts:
         self._tree.acquire_units(at.node, 1 << at.unit, self._tier)
 
     def release(self, key: Hashable) -> None:
-        if (num_left := self._counts[key] - 1) > 0:
-            self._counts[key] = num_left
+        if (num_remaining := self._counts[key] - 1) > 0:
+            self._counts[key] = num_remaining
             return
         del self._counts[key]
         at = _located(self._tree, key)

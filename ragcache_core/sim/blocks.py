@@ -61,7 +61,7 @@ class BlockRun:
     promised: Sequence[Hashable] = ()
 
     @property
-    def num_left(self) -> int:
+    def num_remaining(self) -> int:
         """Tokens of the prompt that must be computed still."""
         return self.prompt.num_prompt_tokens - self.num_computed
 
@@ -174,11 +174,11 @@ class BlockCache:
     def _serve(self, run: BlockRun) -> Served:
         self.begin(run, loads_by_layer=self._options.overlaps_transfers)
         if self._options.overlaps_transfers:  # host memory holds what is loaded until the prompt is computed
-            self.compute(run, run.num_left)
+            self.compute(run, run.num_remaining)
             self.load(run)
         else:
             self.load(run)
-            self.compute(run, run.num_left)
+            self.compute(run, run.num_remaining)
         for step in self._busy_steps(run.prompt):
             if step > 1:
                 self.settle()

@@ -107,8 +107,8 @@ def admit_within_quotas(tree: TieredTree, tier: Tier, keys: Sequence[Hashable], 
     evicted: list[EvictedRun] = []
     for owner in dict.fromkeys(owners):
         places = [at for at, each in enumerate(owners) if each == owner]
-        if places and (num_over := shares.over_quota(owner, len(places))):
+        if places and (num_over := shares.num_over_quota(owner, len(places))):
             evicted += tree.evict_from_owner(tier, owner, num_over, protected)
-            if num_over := shares.over_quota(owner, len(places)):
+            if num_over := shares.num_over_quota(owner, len(places)):
                 del owners[places[max(len(places) - num_over, 0)] :]
     return Admission(len(owners), evicted)

@@ -57,7 +57,7 @@ class Shares:
         """Return by how many units an owner has more than his share; below 0, less."""
         return self.owned.get(owner, 0) - self.share_of(owner)
 
-    def over(self) -> frozenset[Owner]:
+    def owners_over_quota(self) -> frozenset[Owner]:
         """Return the owners above their share; O(owners)."""
         return frozenset(owner for owner in self.owned if self.excess(owner) > 0)
 
@@ -66,7 +66,7 @@ class Shares:
         """The most units that each owner with a limit may have."""
         return self._quotas
 
-    def over_quota(self, owner: Owner, num_new: int = 0) -> int:
+    def num_over_quota(self, owner: Owner, num_new: int = 0) -> int:
         """Return how many of its units an owner must evict before it adds ``num_new``; 0 where they fit."""
         quota = self._quotas.get(owner)
         return 0 if quota is None else max(self.owned.get(owner, 0) + num_new - quota, 0)

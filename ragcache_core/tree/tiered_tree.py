@@ -450,7 +450,7 @@ class TieredTree(PrefixTree):
         if is_own_alone:
             owners = (for_owner,)
         elif shares:
-            if over := shares.over():
+            if over := shares.owners_over_quota():
                 node = state.candidate(self._nodes, self.num_requests, over)
                 if node is not None:
                     is_forced = for_owner != NO_OWNER and shares.excess(for_owner) < 0

@@ -320,10 +320,10 @@ def attach_utilities() -> None:
     setattr(EngineCore, _PATHS, ragcache_cached_paths)
     setattr(EngineCore, _PREFETCH, ragcache_prefetch)
     if unsupported_reason() is None:
-        _tell_of_weights()
+        _watch_weight_loads()
 
 
-def _tell_of_weights() -> None:
+def _watch_weight_loads() -> None:
     """Have the engine core's resets tell the scheduler that the weights stay, and changes of weights that they do not.
 
     vLLM resets everything when it pauses or sleeps, because its weights may be replaced then. It does not tell the
@@ -375,8 +375,8 @@ def may_change_weights(method: object, *, is_paused: bool) -> bool:
     While the engine is paused, the usual state for a change, every call may that is not known to keep them. Otherwise
     only calls with a name that says so, because the caches are reset explicitly then.
     """
-    says_so = isinstance(method, str) and ("weight" in method or method == "load_model")
-    return (is_paused or says_so) and method not in _LEAVES_WEIGHTS
+    names_weights = isinstance(method, str) and ("weight" in method or method == "load_model")
+    return (is_paused or names_weights) and method not in _LEAVES_WEIGHTS
 
 
 async def _call_engines(engine_client: Any, utility: str, *arguments: object) -> list[Any]:
@@ -541,8 +541,8 @@ def require_embeddings(engine_client: Any, *, is_enabled: bool) -> None:
     vllm_config, multimodal = engine_client.vllm_config, engine_client.model_config.multimodal_config
     transfer, embeddings = vllm_config.kv_transfer_config, vllm_config.ec_transfer_config
     is_among = any(map(is_own, children(transfer)))
-    is_ours = is_among or getattr(transfer, "kv_connector_module_path", None) == MODULE
-    if not is_ours or multimodal is None or (embeddings is not None and embeddings.is_ec_consumer):
+    uses_ragcache = is_among or getattr(transfer, "kv_connector_module_path", None) == MODULE
+    if not uses_ragcache or multimodal is None or (embeddings is not None and embeddings.is_ec_consumer):
         return
     multimodal.enable_mm_embeds, multimodal.allow_missing_mm_embeddings = is_enabled, False
     if (processor := engine_client.renderer.mm_processor) is not None:  # it has read them already

@@ -71,8 +71,8 @@ def _hooks_that_changed() -> Iterator[str]:
 def _overridden(ours: type, theirs: type) -> Iterator[str]:
     for name in dir(theirs):
         method = inspect.getattr_static(ours, name, None)
-        is_ours = inspect.isfunction(method) and method.__module__.startswith("ragcache_core")
-        if is_ours and not name.startswith("__") and inspect.isfunction(inspect.getattr_static(theirs, name)):
+        is_overridden = inspect.isfunction(method) and method.__module__.startswith("ragcache_core")
+        if is_overridden and not name.startswith("__") and inspect.isfunction(inspect.getattr_static(theirs, name)):
             yield name
 
 

@@ -61,9 +61,9 @@ def ragcache_connector(connector: Any) -> Any:
     return next((each for each in among if hasattr(each, "keeping_weights")), connector)
 
 
-def own_stats(said: Mapping[str, Any]) -> Mapping[str, Any]:
+def own_stats(stats: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return what ours says of a step's ``kv_connector_stats``, which a MultiConnector has by connector."""
-    return next((said[name] for name in OWN_CONNECTORS if name in said), said)
+    return next((stats[name] for name in OWN_CONNECTORS if name in stats), stats)
 
 
 def check_other_connectors(vllm_config: Any, *, reuses_chunks: bool, max_age: float | None) -> None:

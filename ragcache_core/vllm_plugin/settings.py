@@ -61,24 +61,24 @@ class PluginSettings(CacheConfig):
         except (TypeError, ValueError, ConfigError) as error:
             raise ConfigError(f"kv_connector_extra_config['{KEY}'] is {raw!r:.200}: {error}") from error
 
-    def alpha_for(self, asked: ChunkReuseRequest) -> float | None:
+    def alpha_for(self, options: ChunkReuseRequest) -> float | None:
         """Return Eq. 12's alpha for a request; None where it wants a quality that nothing measured here reaches.
 
         What was measured holds for one selection alone, and for as many recomputed tokens as the engine allows.
         """
-        if asked.alpha is not None:
-            return asked.alpha
+        if options.alpha is not None:
+            return options.alpha
         reuse = self.chunk_reuse
         assert reuse is not None
-        selection = reuse.selection if asked.selection is None else asked.selection
-        quality = reuse.quality if asked.quality is None else asked.quality
+        selection = reuse.selection if options.selection is None else options.selection
+        quality = reuse.quality if options.quality is None else options.quality
         if quality is None:
             is_chosen = reuse.alpha is not None and selection == reuse.selection
             return reuse.alpha if is_chosen else DEFAULT_ALPHA[selection]
         is_as_measured = (
             selection == reuse.selection
-            and asked.max_recompute in (None, reuse.max_recompute)
-            and asked.focus in (None, reuse.focus)
+            and options.max_recompute in (None, reuse.max_recompute)
+            and options.focus in (None, reuse.focus)
         )
         try:
             return choose_alpha(self.points, quality).alpha if is_as_measured else None

@@ -171,16 +171,16 @@ class TraceCallbackHandler(BaseCallbackHandler):
 
 
 def _stats_of(generation: object) -> RequestStats | None:
-    data = _told_of(generation)
+    data = _answer_data(generation)
     return request_stats_from_dict(data) if data and ANSWER_KEY not in data else None
 
 
 def _is_kept(generation: object) -> bool:
     """Return whether a cache of answers gave it."""
-    return ANSWER_KEY in _told_of(generation)
+    return ANSWER_KEY in _answer_data(generation)
 
 
-def _told_of(generation: object) -> dict[str, Any]:
+def _answer_data(generation: object) -> dict[str, Any]:
     message: BaseMessage | None = generation.message if isinstance(generation, ChatGeneration) else None
     data = message.response_metadata.get(STATS_KEY) if message is not None else None
     return data if isinstance(data, dict) else {}

@@ -339,7 +339,7 @@ class ChatRAGCache(HoldsHandles, BaseChatOpenAI):
                     yield call.observe(chunk)
             finally:
                 chunks.close()  # type: ignore[attr-defined]  # a generator: closes the response, which ends the request
-        self._note_tool_calls(call, call.said())
+        self._note_tool_calls(call, call.answer_messages())
         last = _last_chunk(call.complete(call.usage, call.response_id))
         if run_manager is not None:
             run_manager.on_llm_new_token("", chunk=last)
@@ -360,7 +360,7 @@ class ChatRAGCache(HoldsHandles, BaseChatOpenAI):
                     yield call.observe(chunk)
             finally:
                 await chunks.aclose()  # type: ignore[attr-defined]
-        self._note_tool_calls(call, call.said())
+        self._note_tool_calls(call, call.answer_messages())
         last = _last_chunk(await call.acomplete(call.usage, call.response_id))
         if run_manager is not None:
             await run_manager.on_llm_new_token("", chunk=last)
@@ -484,13 +484,13 @@ class _Call(MeasuredCall):
         if message.content or getattr(message, "tool_call_chunks", None):
             self.note_token()
         self._usage = _note_cached_tokens(message) or self._usage
-        if self.plan.asked is not None and isinstance(message, AIMessageChunk):
+        if self.plan.tool_chat is not None and isinstance(message, AIMessageChunk):
             self._chunks.append(message)
         if chunk.generation_info is not None:
             self.response_id = chunk.generation_info.pop(_RESPONSE_ID, None) or self.response_id
         return chunk
 
-    def said(self) -> list[BaseMessage]:
+    def answer_messages(self) -> list[BaseMessage]:
         """Return what was streamed as one message, where it may hold the calls of tools."""
         return [add_ai_message_chunks(*self._chunks)] if self._chunks else []
 

@@ -40,7 +40,14 @@ from ragcache_integrations.langchain.callbacks import async_dispatcher, dispatch
 from ragcache_integrations.langchain.documents import RANK_KEY, VIEW, to_core, to_langchain
 from ragcache_integrations.langchain.vectorstore import MetadataFilter, StagedFAISS, as_where, relevance_of
 from ragcache_integrations.rag.handles import HoldsHandles
-from ragcache_integrations.rag.search import AskAhead, Listener, Rerank, RetrieverSearch, SearchOptions, history_of
+from ragcache_integrations.rag.search import (
+    Listener,
+    Rerank,
+    RetrieverSearch,
+    SearchOptions,
+    StartSpeculation,
+    history_of,
+)
 
 SearchType = Literal["similarity", "similarity_score_threshold", "mmr"]
 
@@ -154,7 +161,7 @@ class RAGCacheRetriever(HoldsHandles, BaseRetriever):
 
     @model_validator(mode="after")
     def _check_search(self) -> Self:
-        self._asked_for({})
+        self._search_settings({})
         return self
 
     @model_validator(mode="after")
@@ -174,8 +181,8 @@ class RAGCacheRetriever(HoldsHandles, BaseRetriever):
         query: str,
         *,
         run_manager: CallbackManagerForRetrieverRun,
-        overlap: SearchOverlap[AskAhead[LangChainDocument]] | None = None,
-        **asked: Any,
+        overlap: SearchOverlap[StartSpeculation[LangChainDocument]] | None = None,
+        **overrides: Any,
     ) -> list[LangChainDocument]:
         callbacks = run_manager.get_child()
         on_event = dispatcher(query, RunnableConfig(callbacks=callbacks), self._metric())
@@ -184,15 +191,15 @@ class RAGCacheRetriever(HoldsHandles, BaseRetriever):
             assert self.compressor is not None
             return await in_thread(partial(self.compressor.compress_documents, documents, query, callbacks=callbacks))
 
-        return run_blocking(lambda: self._search(query, asked, overlap, on_event, compress))
+        return run_blocking(lambda: self._search(query, overrides, overlap, on_event, compress))
 
     async def _aget_relevant_documents(
         self,
         query: str,
         *,
         run_manager: AsyncCallbackManagerForRetrieverRun,
-        overlap: SearchOverlap[AskAhead[LangChainDocument]] | None = None,
-        **asked: Any,
+        overlap: SearchOverlap[StartSpeculation[LangChainDocument]] | None = None,
+        **overrides: Any,
     ) -> list[LangChainDocument]:
         callbacks = run_manager.get_child()
         on_event = async_dispatcher(query, RunnableConfig(callbacks=callbacks), self._metric())
@@ -201,17 +208,17 @@ class RAGCacheRetriever(HoldsHandles, BaseRetriever):
             assert self.compressor is not None
             return await self.compressor.acompress_documents(documents, query, callbacks=callbacks)
 
-        return await self._search(query, asked, overlap, on_event, compress)
+        return await self._search(query, overrides, overlap, on_event, compress)
 
     async def _search(
         self,
         query: str,
-        asked: dict[str, Any],
-        overlap: SearchOverlap[AskAhead[LangChainDocument]] | None,
+        overrides: dict[str, Any],
+        overlap: SearchOverlap[StartSpeculation[LangChainDocument]] | None,
         on_event: Listener,
         compress: _Compress,
     ) -> list[LangChainDocument]:
-        settings, store = self._asked_for(asked), self._searched()
+        settings, store = self._search_settings(overrides), self._searched()
         options = SearchOptions(
             self.document_order, self.keep_first, self.max_score_loss, self.search_timeout_s, self.speculate
         )
@@ -230,7 +237,7 @@ class RAGCacheRetriever(HoldsHandles, BaseRetriever):
             rerank=None
             if reranker is None
             else Rerank(self._reranking, self.num_candidates, partial(_compressed, compress)),
-            source_history=history_of(store, *known, otherwise=self._source_history),
+            source_history=history_of(store, *known, default=self._source_history),
             read_by_id=store.get if isinstance(store, DocumentStore) else None,
             question_key=f"{query}\n{sorted(settings.items())!r}" if is_named else None,
             annotate=_ranked,
@@ -243,7 +250,7 @@ class RAGCacheRetriever(HoldsHandles, BaseRetriever):
     def _searched(self) -> DocumentStore | StageSource:
         return self.store.store if isinstance(self.store, StagedFAISS) else self.store
 
-    def _asked_for(self, asked: Mapping[str, Any]) -> dict[str, Any]:
+    def _search_settings(self, overrides: Mapping[str, Any]) -> dict[str, Any]:
         """Return the settings of a search: the retriever's, those of ``search_kwargs``, and before them a call's.
 
         Raises:
@@ -251,7 +258,7 @@ class RAGCacheRetriever(HoldsHandles, BaseRetriever):
         """
         known = ("k", "filter", *_SETTINGS_OF[self.search_type])
         settings: dict[str, Any] = {"k": self.k, "filter": self.filter}
-        for given in (self.search_kwargs, asked):
+        for given in (self.search_kwargs, overrides):
             named = {"k" if name == "top_k" else name: value for name, value in given.items()}
             if unknown := named.keys() - set(known):
                 raise ConfigError(
@@ -277,10 +284,10 @@ class RAGCacheRetriever(HoldsHandles, BaseRetriever):
     def _updates(self, query: str, settings: Mapping[str, Any]) -> AsyncGenerator[RetrievalUpdate, None]:
         store, where = self._searched(), as_where(settings["filter"])
         if not isinstance(store, DocumentStore):
-            asked = "a filter" if where is not None else f"search_type={self.search_type!r}"
+            setting = "a filter" if where is not None else f"search_type={self.search_type!r}"
             if where is not None or self.search_type != "similarity":
                 raise ConfigError(
-                    f"{asked} is given, but {type(store).__name__} is no store: let stages() itself do it"
+                    f"{setting} is given, but {type(store).__name__} is no store: let stages() itself do it"
                 )
             return (
                 as_source(store, stages=self.stages).stages(query, settings["k"]) if settings["k"] else empty_result()

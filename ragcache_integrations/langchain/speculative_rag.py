@@ -152,16 +152,16 @@ class SpeculativeRAG(HoldsHandles, RunnableSerializable[str | dict[str, Any], AI
         config: RunnableConfig,
         **kwargs: Any,
     ) -> AIMessage:
-        asked = self._asked(given, config, kwargs, {"async_api": False, "run_manager": run_manager})
+        call = self._make_call(given, config, kwargs, {"async_api": False, "run_manager": run_manager})
         try:
-            prompt = self.prompt.invoke(asked.values(self._retrieve(asked, config)), config)
-            with asked.asking():
+            prompt = self.prompt.invoke(call.values(self._retrieve(call, config)), config)
+            with call.model_call():
                 answer = self.llm.invoke(prompt, config, **kwargs)
-            answer = asked.reported(answer, is_whole=True)
-            _emit(asked, config)
+            answer = call.reported(answer, is_whole=True)
+            _emit(call, config)
             return answer
         finally:
-            asked.close()
+            call.close()
 
     async def _ainvoke(
         self,
@@ -170,16 +170,16 @@ class SpeculativeRAG(HoldsHandles, RunnableSerializable[str | dict[str, Any], AI
         config: RunnableConfig,
         **kwargs: Any,
     ) -> AIMessage:
-        asked = await self._aasked(given, config, kwargs, {"async_api": True, "run_manager": run_manager})
+        call = await self._amake_call(given, config, kwargs, {"async_api": True, "run_manager": run_manager})
         try:
-            prompt = await self.prompt.ainvoke(await self._avalues(asked, config), config)
-            with asked.asking():
+            prompt = await self.prompt.ainvoke(await self._avalues(call, config), config)
+            with call.model_call():
                 answer = await self.llm.ainvoke(prompt, config, **kwargs)
-            answer = asked.reported(answer, is_whole=True)
-            await _atell(asked, config)
+            answer = call.reported(answer, is_whole=True)
+            await _aemit(call, config)
             return answer
         finally:
-            asked.close()
+            call.close()
 
     def _transform(
         self,
@@ -189,16 +189,16 @@ class SpeculativeRAG(HoldsHandles, RunnableSerializable[str | dict[str, Any], AI
         **kwargs: Any,
     ) -> Iterator[AIMessage]:
         how = {"async_api": False, "stream": True}
-        asked = self._asked(_sum(list(inputs)), config, kwargs, how)
+        call = self._make_call(_sum(list(inputs)), config, kwargs, how)
         try:
-            prompt = self.prompt.invoke(asked.values(self._retrieve(asked, config)), config)
+            prompt = self.prompt.invoke(call.values(self._retrieve(call, config)), config)
             parts = cast("Generator[AIMessage]", self.llm.stream(prompt, config, **kwargs))
-            with closing(asked.stream_parts(parts)) as chunks:
-                for chunk in chain(map(asked.reported, chunks), asked.unreported()):
-                    _emit(asked, config)
+            with closing(call.stream_parts(parts)) as chunks:
+                for chunk in chain(map(call.reported, chunks), call.unreported()):
+                    _emit(call, config)
                     yield chunk
         finally:
-            asked.close()
+            call.close()
 
     async def _atransform(
         self,
@@ -208,24 +208,24 @@ class SpeculativeRAG(HoldsHandles, RunnableSerializable[str | dict[str, Any], AI
         **kwargs: Any,
     ) -> AsyncIterator[AIMessage]:
         how = {"async_api": True, "stream": True}
-        asked = await self._aasked(_sum([part async for part in inputs]), config, kwargs, how)
+        call = await self._amake_call(_sum([part async for part in inputs]), config, kwargs, how)
         try:
-            prompt = await self.prompt.ainvoke(await self._avalues(asked, config), config)
+            prompt = await self.prompt.ainvoke(await self._avalues(call, config), config)
             parts = _generator(self.llm.astream(prompt, config, **kwargs))
-            async with aclosing(asked.astream_parts(parts)) as chunks:
+            async with aclosing(call.astream_parts(parts)) as chunks:
                 async for chunk in chunks:
-                    reported = asked.reported(chunk)
-                    await _atell(asked, config)
+                    reported = call.reported(chunk)
+                    await _aemit(call, config)
                     yield reported
-            for chunk in asked.unreported():
-                await _atell(asked, config)
+            for chunk in call.unreported():
+                await _aemit(call, config)
                 yield chunk
         finally:
-            asked.close()
+            call.close()
 
     # Reading the question, and searching
 
-    def _asked(
+    def _make_call(
         self, given: str | dict[str, Any], config: RunnableConfig, kwargs: dict[str, Any], how: dict[str, Any]
     ) -> _Question:
         """Return the question, ready to be searched for; ``how`` is what decides whether the model will stream."""
@@ -282,40 +282,40 @@ class SpeculativeRAG(HoldsHandles, RunnableSerializable[str | dict[str, Any], AI
             self._bound = _Bound(made_of, bound)
         return self._bound.prompt
 
-    async def _aasked(
+    async def _amake_call(
         self, given: str | dict[str, Any], config: RunnableConfig, kwargs: dict[str, Any], how: dict[str, Any]
     ) -> _Question:
         llm, _ = _unbound(self.llm, config)
         if isinstance(llm, ChatRAGCache) and llm.engine is None:
             await run_in_executor(None, llm.connect)
-        return self._asked(given, config, kwargs, how)
+        return self._make_call(given, config, kwargs, how)
 
-    def _retrieve(self, asked: _Question, config: RunnableConfig) -> Documents:
+    def _retrieve(self, call: _Question, config: RunnableConfig) -> Documents:
         if self._is_staged(config):
-            return self.retriever.invoke(asked.question, config, overlap=asked.overlap)
-        on_event = dispatcher(asked.question, config)
-        find = partial(in_thread, lambda: self.retriever.invoke(asked.question, config))
-        return run_blocking(lambda: self._search_at_once(asked, find, on_event))
+            return self.retriever.invoke(call.question, config, overlap=call.overlap)
+        on_event = dispatcher(call.question, config)
+        find = partial(in_thread, lambda: self.retriever.invoke(call.question, config))
+        return run_blocking(lambda: self._search_at_once(call, find, on_event))
 
-    async def _aretrieve(self, asked: _Question, config: RunnableConfig) -> Documents:
+    async def _aretrieve(self, call: _Question, config: RunnableConfig) -> Documents:
         if self._is_staged(config):
-            return await self.retriever.ainvoke(asked.question, config, overlap=asked.overlap)
-        on_event = async_dispatcher(asked.question, config)
-        return await self._search_at_once(asked, lambda: self.retriever.ainvoke(asked.question, config), on_event)
+            return await self.retriever.ainvoke(call.question, config, overlap=call.overlap)
+        on_event = async_dispatcher(call.question, config)
+        return await self._search_at_once(call, lambda: self.retriever.ainvoke(call.question, config), on_event)
 
-    async def _avalues(self, asked: _Question, config: RunnableConfig) -> dict[str, Any]:
+    async def _avalues(self, call: _Question, config: RunnableConfig) -> dict[str, Any]:
         """Return what the prompt is made of; ``format_docs`` runs where a chain runs a function, in the executor."""
-        return await run_in_executor(config, asked.values, await self._aretrieve(asked, config))
+        return await run_in_executor(config, call.values, await self._aretrieve(call, config))
 
     def _is_staged(self, config: RunnableConfig) -> bool:
         return isinstance(_unbound(self.retriever, config)[0], RAGCacheRetriever)
 
     async def _search_at_once(
-        self, asked: _Question, find: Callable[[], Awaitable[Documents]], on_event: Listener
+        self, call: _Question, find: Callable[[], Awaitable[Documents]], on_event: Listener
     ) -> Documents:
-        found = await asked.find_at_once(find, to_core, on_event)
-        if (engine := asked.overlap.engine) is not None:
-            engine.remember_documents(to_core(found), query=asked.question)
+        found = await call.find_at_once(find, to_core, on_event)
+        if (engine := call.overlap.engine) is not None:
+            engine.remember_documents(to_core(found), query=call.question)
         return found
 
 
@@ -328,7 +328,7 @@ class _Question(QuestionSession[LangChainDocument]):
         self.values = values
         self._is_answered = False
         self._is_reported = False
-        self._untold: list[PipelineEvent] = []
+        self._unemitted: list[PipelineEvent] = []
 
     def reported(self, answer: AIMessage, *, is_whole: bool = False) -> AIMessage:
         """Return an answer, or a chunk of one, with the report if its statistics are there, or if it is whole."""
@@ -342,10 +342,10 @@ class _Question(QuestionSession[LangChainDocument]):
             return answer
         return answer.model_copy(update={"response_metadata": self.with_report(metadata)})
 
-    def untold(self) -> Iterator[PipelineEvent]:
+    def unemitted(self) -> Iterator[PipelineEvent]:
         """Yield the events of the report that was handed out, once."""
-        while self._untold:
-            yield self._untold.pop()
+        while self._unemitted:
+            yield self._unemitted.pop()
 
     def unreported(self) -> Iterator[AIMessageChunk]:
         """Yield a last chunk with the report, if the stream of another model had no chunk to take it."""
@@ -354,19 +354,19 @@ class _Question(QuestionSession[LangChainDocument]):
 
     def _settle(self) -> bool:
         if (event := self.settle()) is not None:
-            self._untold.append(event)
+            self._unemitted.append(event)
         self._is_reported = self.pipeline_report() is not None
         return self._is_reported
 
 
-def _emit(asked: _Question, config: RunnableConfig) -> None:
-    for event in asked.untold():
-        dispatcher(asked.question, config)(event)
+def _emit(call: _Question, config: RunnableConfig) -> None:
+    for event in call.unemitted():
+        dispatcher(call.question, config)(event)
 
 
-async def _atell(asked: _Question, config: RunnableConfig) -> None:
-    for event in asked.untold():
-        await async_dispatcher(asked.question, config)(event)
+async def _aemit(call: _Question, config: RunnableConfig) -> None:
+    for event in call.unemitted():
+        await async_dispatcher(call.question, config)(event)
 
 
 def _unbound(runnable: Runnable[Any, Any], config: RunnableConfig) -> tuple[Runnable[Any, Any], dict[str, Any]]:

@@ -224,16 +224,16 @@ class RAGCacheLLM(HoldsHandles, OpenAILike):  # type: ignore[misc]
         Publishes nothing. See ``SpeculationClient.prepare``, also for the errors.
         """
 
-        asking = self.model_copy(update={"answer_cache": None})
+        uncached = self.model_copy(update={"answer_cache": None})
 
         def ask() -> None:
             if not self.is_chat_model:
                 prompt = self.messages_to_prompt(messages)
                 next(self._stream_complete(prompt, **kwargs)) if is_streamed else self._complete(prompt, **kwargs)
             elif is_streamed:
-                next(asking._stream_chat(messages, **kwargs))
+                next(uncached._stream_chat(messages, **kwargs))
             else:
-                asking._chat(messages, **kwargs)
+                uncached._chat(messages, **kwargs)
 
         return self._engine.integration.speculation.prepare(ask)
 
@@ -273,43 +273,43 @@ class RAGCacheLLM(HoldsHandles, OpenAILike):  # type: ignore[misc]
 
     def _chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
         self._check_one_answer(kwargs)
-        asked = self._asked(messages, kwargs)
-        if asked is not None and (kept := asked.find()) is not None:
+        cached_call = self._cached_chat(messages, kwargs)
+        if cached_call is not None and (kept := cached_call.find()) is not None:
             return kept
         request = self._plan(messages, kwargs)
         with translate_errors_as_openai():
             response: ChatResponse = super()._chat(messages, **request.body)
         response = request.finish(response)
-        return response if asked is None else asked.keep(response)
+        return response if cached_call is None else cached_call.keep(response)
 
     async def _achat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
         self._check_one_answer(kwargs)
-        asked = await asyncio.to_thread(self._asked, messages, kwargs)
-        if asked is not None and (kept := await asyncio.to_thread(asked.find)) is not None:
+        cached_call = await asyncio.to_thread(self._cached_chat, messages, kwargs)
+        if cached_call is not None and (kept := await asyncio.to_thread(cached_call.find)) is not None:
             return kept
         request = await asyncio.to_thread(self._plan, messages, kwargs)
         with translate_errors_as_openai():
             response: ChatResponse = await super()._achat(messages, **request.body)
         response = await request.afinish(response)
-        return response if asked is None else await asyncio.to_thread(asked.keep, response)
+        return response if cached_call is None else await asyncio.to_thread(cached_call.keep, response)
 
     def _stream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseGen:
-        asked = self._asked(messages, kwargs)
-        if asked is not None and (kept := asked.find()) is not None:
+        cached_call = self._cached_chat(messages, kwargs)
+        if cached_call is not None and (kept := cached_call.find()) is not None:
             return (response for response in (kept,))
         request = self._plan(messages, kwargs)
         responses = request.stream(super()._stream_chat(messages, **request.body))
-        return responses if asked is None else asked.keep_last(responses)
+        return responses if cached_call is None else cached_call.keep_last(responses)
 
     async def _astream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseAsyncGen:
-        asked = await asyncio.to_thread(self._asked, messages, kwargs)
-        if asked is not None and (kept := await asyncio.to_thread(asked.find)) is not None:
+        cached_call = await asyncio.to_thread(self._cached_chat, messages, kwargs)
+        if cached_call is not None and (kept := await asyncio.to_thread(cached_call.find)) is not None:
             return just(kept)
         request = await asyncio.to_thread(self._plan, messages, kwargs)
         responses = request.astream(await super()._astream_chat(messages, **request.body))
-        return responses if asked is None else asked.akeep_last(responses)
+        return responses if cached_call is None else cached_call.akeep_last(responses)
 
-    def _asked(self, messages: Sequence[ChatMessage], kwargs: Mapping[str, Any]) -> CachedChat | None:
+    def _cached_chat(self, messages: Sequence[ChatMessage], kwargs: Mapping[str, Any]) -> CachedChat | None:
         """Return the lookup of a chat in the answer cache; ``None`` without a cache, and with tools."""
         if self.answer_cache is None or kwargs.get("tools"):
             return None

@@ -164,11 +164,11 @@ class RAGCacheQueryEngine(BaseQueryEngine):
 
     def retrieve(self, query_bundle: QueryBundle) -> list[NodeWithScore]:
         """Return the retrieved nodes after the post-processors."""
-        return self._found(self._asked_later(query_bundle))
+        return self._found(self._new_query(query_bundle))
 
     async def aretrieve(self, query_bundle: QueryBundle) -> list[NodeWithScore]:
         """Return the retrieved nodes after the post-processors."""
-        return await self._afound(self._asked_later(query_bundle))
+        return await self._afound(self._new_query(query_bundle))
 
     @dispatcher.span
     def synthesize(
@@ -228,20 +228,20 @@ class RAGCacheQueryEngine(BaseQueryEngine):
             yield self._messages(query, nodes) if nodes else [], ended
 
     def _query(self, query_bundle: QueryBundle) -> RESPONSE_TYPE:
-        with self._query_event(query_bundle) as event, self._asked(query_bundle) as asked:
-            nodes = self._found(asked)
-            with asked.asking():
+        with self._query_event(query_bundle) as event, self._make_query(query_bundle) as query_call:
+            nodes = self._found(query_call)
+            with query_call.model_call():
                 response = self.synthesize(query_bundle, nodes)
-            asked.reported(response)
+            query_call.reported(response)
             event.on_end(payload={EventPayload.RESPONSE: response})
         return response
 
     async def _aquery(self, query_bundle: QueryBundle) -> RESPONSE_TYPE:
-        with self._query_event(query_bundle) as event, self._asked(query_bundle) as asked:
-            nodes = await self._afound(asked)
-            with asked.asking():
+        with self._query_event(query_bundle) as event, self._make_query(query_bundle) as query_call:
+            nodes = await self._afound(query_call)
+            with query_call.model_call():
                 response = await self.asynthesize(query_bundle, nodes)
-            await asked.areported(response)
+            await query_call.areported(response)
             event.on_end(payload={EventPayload.RESPONSE: response})
         return response
 
@@ -250,7 +250,7 @@ class RAGCacheQueryEngine(BaseQueryEngine):
 
     # Searching, while the engine answers
 
-    def _asked(self, query: QueryBundle) -> _Query:
+    def _make_query(self, query: QueryBundle) -> _Query:
         llm = self._llm
         if not isinstance(llm, RAGCacheLLM):
             if not self._has_warned:
@@ -259,9 +259,9 @@ class RAGCacheQueryEngine(BaseQueryEngine):
                     "RC-MODEL-FOREIGN: %s is no RAGCacheLLM: it gets its request when the search has ended",
                     type(llm).__name__,
                 )
-            return self._asked_later(query)
+            return self._new_query(query)
         if self._node_postprocessors and not self._speculate_postprocessed:
-            return self._asked_later(query)
+            return self._new_query(query)
 
         def start_speculation(nodes: list[NodeWithScore]) -> Callable[[], Speculation] | None:
             nodes = self._postprocessed(nodes, query)
@@ -273,7 +273,7 @@ class RAGCacheQueryEngine(BaseQueryEngine):
             query, llm.engine, start_speculation, timeout_s=self._search_timeout_s, prompt=self._prompt_of(llm.engine)
         )
 
-    def _asked_later(self, query: QueryBundle) -> _Query:
+    def _new_query(self, query: QueryBundle) -> _Query:
         """Return the query for a search during which the retriever does what it does alone."""
         why = "what is read is known after the post-processors only, see speculate_postprocessed"
         return _Query(
@@ -293,20 +293,20 @@ class RAGCacheQueryEngine(BaseQueryEngine):
 
         return bound
 
-    def _found(self, asked: _Query) -> list[NodeWithScore]:
-        query, retriever = asked.query, self._retriever
+    def _found(self, query_call: _Query) -> list[NodeWithScore]:
+        query, retriever = query_call.query, self._retriever
         if isinstance(retriever, RAGCacheRetriever):
-            nodes = retriever.overlapped(asked.overlap).retrieve(query)
+            nodes = retriever.overlapped(query_call.overlap).retrieve(query)
         else:
-            nodes = run_blocking(lambda: asked.nodes_at_once(lambda: in_thread(lambda: retriever.retrieve(query))))
+            nodes = run_blocking(lambda: query_call.nodes_at_once(lambda: in_thread(lambda: retriever.retrieve(query))))
         return self._postprocessed(nodes, query)
 
-    async def _afound(self, asked: _Query) -> list[NodeWithScore]:
-        query, retriever = asked.query, self._retriever
+    async def _afound(self, query_call: _Query) -> list[NodeWithScore]:
+        query, retriever = query_call.query, self._retriever
         if isinstance(retriever, RAGCacheRetriever):
-            nodes = await retriever.overlapped(asked.overlap).aretrieve(query)
+            nodes = await retriever.overlapped(query_call.overlap).aretrieve(query)
         else:
-            nodes = await asked.nodes_at_once(lambda: retriever.aretrieve(query))
+            nodes = await query_call.nodes_at_once(lambda: retriever.aretrieve(query))
         return await self._apostprocessed(nodes, query)
 
     def _postprocessed(self, nodes: list[NodeWithScore], query: QueryBundle) -> list[NodeWithScore]:

@@ -47,7 +47,14 @@ from ragcache_integrations.llamaindex.events import publish
 from ragcache_integrations.llamaindex.nodes import document_from_node, node_from_document, shown_documents, where_of
 from ragcache_integrations.llamaindex.vector_store import StagedFAISSVectorStore
 from ragcache_integrations.rag.handles import check_engine
-from ragcache_integrations.rag.search import AskAhead, DocumentView, Rerank, RetrieverSearch, SearchOptions, history_of
+from ragcache_integrations.rag.search import (
+    DocumentView,
+    Rerank,
+    RetrieverSearch,
+    SearchOptions,
+    StartSpeculation,
+    history_of,
+)
 
 _OF_LLAMAINDEX = {"object_map", "objects", "verbose"}
 """Arguments of every retriever of LlamaIndex."""
@@ -161,9 +168,9 @@ class RAGCacheRetriever(BaseRetriever):
         self._prompt = prompt
         self._options = SearchOptions(document_order, keep_first, max_score_loss, search_timeout_s, speculate)
         self._source_history = SourceHistory()
-        self._overlap: SearchOverlap[AskAhead[NodeWithScore]] | None = None
+        self._overlap: SearchOverlap[StartSpeculation[NodeWithScore]] | None = None
 
-    def overlapped(self, overlap: SearchOverlap[AskAhead[NodeWithScore]]) -> RAGCacheRetriever:
+    def overlapped(self, overlap: SearchOverlap[StartSpeculation[NodeWithScore]]) -> RAGCacheRetriever:
         """Return this retriever for one search, during which the engine does what ``overlap`` says."""
         retriever = copy.copy(self)  # LlamaIndex's retrieve() takes the query and nothing else
         retriever._overlap = overlap
@@ -202,7 +209,7 @@ class RAGCacheRetriever(BaseRetriever):
             rerank=Rerank(self._reranking, self._num_candidates, partial(self._postprocessed, query, found, is_async))
             if self._postprocessors
             else None,
-            source_history=history_of(self._store, *known, otherwise=self._source_history),
+            source_history=history_of(self._store, *known, default=self._source_history),
             read_by_id=self._store.get if isinstance(self._store, DocumentStore) else None,
             question_key=asked if query.embedding is None else None,
         )

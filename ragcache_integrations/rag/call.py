@@ -86,7 +86,7 @@ def plan_chat(
         chunk_reuse=options["chunk_reuse"],
         deduplicates=options["deduplicate"],
     )
-    hint.see(plan)
+    hint.observe(plan)
     return plan
 
 

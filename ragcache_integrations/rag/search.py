@@ -23,7 +23,7 @@ from ragcache_core.types import DocId, Document, RetrievalUpdate
 Shown = TypeVar("Shown")
 """A framework's type of retrieved documents."""
 
-AskAhead = Callable[[list[Shown]], Callable[[], Speculation] | None]
+StartSpeculation = Callable[[list[Shown]], Callable[[], Speculation] | None]
 """Returns what sends the request that follows from a stage's documents; ``None`` if nothing can be sent."""
 
 Listener = Callable[[PipelineEvent], Awaitable[None] | None]
@@ -95,7 +95,9 @@ class RetrieverSearch(Generic[Shown]):
     question_key: Hashable = None
     annotate: Callable[[Sequence[Document], Sequence[Document]], Sequence[Document]] | None = None
 
-    async def run(self, on_event: Listener, overlap: SearchOverlap[AskAhead[Shown]] | None = None) -> list[Shown]:
+    async def run(
+        self, on_event: Listener, overlap: SearchOverlap[StartSpeculation[Shown]] | None = None
+    ) -> list[Shown]:
         """Return the documents in the order of the prompt; the engines are told that they were retrieved.
 
         Args:
@@ -180,7 +182,7 @@ class RetrieverSearch(Generic[Shown]):
         shown = self.view.show(documents)
         return bound.static_prefix(shown, self.view.read(shown))
 
-    def _prefill(self, engine: EngineClient) -> AskAhead[Shown]:
+    def _prefill(self, engine: EngineClient) -> StartSpeculation[Shown]:
         def ask(shown: list[Shown]) -> Callable[[], Speculation] | None:
             if (bound := self._known_prompt()) is None:
                 return None
@@ -194,12 +196,12 @@ class _Ahead(Generic[Shown]):
     """Asks the engine with a stage's documents as the framework's."""
 
     view: DocumentView[Shown]
-    start_speculation: AskAhead[Shown]
+    start_speculation: StartSpeculation[Shown]
 
     def prepare(self, documents: Sequence[Document]) -> Callable[[], Speculation] | None:
         return self.start_speculation(self.view.show(documents))
 
 
-def history_of(source: object, *settings: object, otherwise: SourceHistory) -> SourceHistory:
-    """Return what earlier searches of ``source`` with these settings taught; ``otherwise`` if it has no name."""
-    return HISTORIES.of(source, settings, otherwise=otherwise)
+def history_of(source: object, *settings: object, default: SourceHistory) -> SourceHistory:
+    """Return what earlier searches of ``source`` with these settings taught; ``default`` if it has no name."""
+    return HISTORIES.of(source, settings, default=default)

@@ -11,7 +11,7 @@ from ragcache_core.client.prompts.bound_prompt import BoundPrompt
 from ragcache_core.client.speculation.speculation import Speculation
 from ragcache_core.stats import PIPELINE_KEY, STATS_KEY
 from ragcache_core.types import Document
-from ragcache_integrations.rag.search import AskAhead, Listener, Shown
+from ragcache_integrations.rag.search import Listener, Shown, StartSpeculation
 
 
 class QuestionSession(SearchSession, Generic[Shown]):
@@ -30,7 +30,7 @@ class QuestionSession(SearchSession, Generic[Shown]):
         self,
         question: str,
         engine: EngineClient | None = None,
-        start_speculation: AskAhead[Shown] | None = None,
+        start_speculation: StartSpeculation[Shown] | None = None,
         *,
         prompt: Callable[[], BoundPrompt | None] | None = None,
         timeout_s: float | None = None,
@@ -39,7 +39,7 @@ class QuestionSession(SearchSession, Generic[Shown]):
         super().__init__()
         self.question = question
         self._ask_ahead = start_speculation
-        ahead: AskAhead[Shown] | None = None if start_speculation is None else self._asked_ahead
+        ahead: StartSpeculation[Shown] | None = None if start_speculation is None else self._start_speculation
         self.overlap = SearchOverlap(engine, ahead, self.take, timeout_s, prompt, skipped_because)
 
     async def find_at_once(
@@ -60,7 +60,7 @@ class QuestionSession(SearchSession, Generic[Shown]):
             return dict(metadata)
         return {**metadata, STATS_KEY: {**(metadata.get(STATS_KEY) or {}), PIPELINE_KEY: report}}
 
-    def _asked_ahead(self, documents: list[Shown]) -> Callable[[], Speculation] | None:
+    def _start_speculation(self, documents: list[Shown]) -> Callable[[], Speculation] | None:
         assert self._ask_ahead is not None
-        with self.asking():
+        with self.model_call():
             return self._ask_ahead(documents)

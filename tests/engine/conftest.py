@@ -55,8 +55,8 @@ def _group_of(file: str) -> str:
     text = (ROOT / file).read_text(encoding="utf-8")
     for name in ("plain", "engine"):
         asks = rf"(@pytest\.fixture[^\n]*\n\s*(async )?def |def test_)[^)]*\b{name}: Engine\b"
-        asks_late = f'getfixturevalue("{name}")'
-        if (re.search(asks, text) or asks_late in text) and f"def {name}(" not in text:
+        sends_late = f'getfixturevalue("{name}")'
+        if (re.search(asks, text) or sends_late in text) and f"def {name}(" not in text:
             return name
     return Path(file).name
 

@@ -189,40 +189,40 @@ class _Pipe:
 def _write_until_killed(directory: Path, say: int, model: _Model, rng: random.Random, *, seldom: bool) -> None:
     """Change the store at random for as long as the process lives; ``seldom``: open it with less room, or empty it."""
 
-    def tell(what: int, version: int = 0, numbers: bytes = b"") -> None:
+    def record(what: int, version: int = 0, numbers: bytes = b"") -> None:
         os.write(say, _HEADER.pack(what, version, len(numbers)) + numbers)
 
     version = model.last_version
     num_slots = rng.randint(_NUM_SLOTS // 2, _NUM_SLOTS) if seldom and rng.random() < _SHRINK_SHARE else _NUM_SLOTS
     num_before = model.num_there
     if num_slots < num_before:
-        tell(_SHRINK, num_slots)
+        record(_SHRINK, num_slots)
     store = _open(directory, num_slots)
     if seldom and len(store) != min(num_before, num_slots):  # every chunk was looked at before
         raise RuntimeError(f"{num_before} chunks in {num_slots} slots are {len(store)}")
-    tell(_READY, numbers=bytes(n for n in range(_NUM_KEYS) if _key(n) not in store))
+    record(_READY, numbers=bytes(n for n in range(_NUM_KEYS) if _key(n) not in store))
     while True:
         here = [n for n in range(_NUM_KEYS) if _key(n) in store]
         away = [n for n in range(_NUM_KEYS) if _key(n) not in store]
         count = min(rng.randint(1, _MOST_CHUNKS), len(away))
         kind = rng.random()
         if seldom and kind < _CLEAR_SHARE:
-            tell(_CLEAR, _ABSENT, bytes(here))
+            record(_CLEAR, _ABSENT, bytes(here))
             store.clear()
         elif kind < _CLEAR_SHARE + _NOTE_SHARE:
-            tell(_NOTE)
+            record(_NOTE)
             store.update_notes([(_key(n), rng.random() * 100, rng.random()) for n in here])
         elif count <= store.num_free_slots and (not here or rng.random() < 0.6):
             version += 1
             numbers = bytes(rng.sample(away, count))
             writes = [ChunkWrite(_key(n), _payload(n, version), ChunkNote(position=n)) for n in numbers]
-            tell(_WRITE, version, numbers)
+            record(_WRITE, version, numbers)
             store.write_many(writes)
         else:
             numbers = bytes(rng.sample(here, min(len(here), rng.randint(1, _MOST_CHUNKS))))
-            tell(_DELETE, _ABSENT, numbers)
+            record(_DELETE, _ABSENT, numbers)
             store.delete_many([_key(n) for n in numbers])
-        tell(_END)
+        record(_END)
         if rng.random() < 0.2:
             store.read(_key(rng.randrange(_NUM_KEYS)), bytearray(_CHUNK_BYTES))
 

@@ -96,7 +96,7 @@ def answer_like_a_model(request: Seen) -> Reply:
     words come from the user's message in their order. After a tool's result it answers in text. Asked for JSON it
     answers with an instance of the schema. Otherwise it repeats the user.
     """
-    body, said = request.body, _Said(request.user_text)
+    body, said = request.body, _Answered(request.user_text)
     tools = {t["function"]["name"]: t["function"] for t in body.get("tools") or []}
     choice, last = body.get("tool_choice") or "auto", request.messages[-1]
     if tools and choice != "none" and not (last["role"] == "tool" and choice == "auto"):
@@ -112,7 +112,7 @@ def answer_like_a_model(request: Seen) -> Reply:
     return Reply(f"You said: {request.user_text}")
 
 
-class _Said:
+class _Answered:
     """The user's words as a supply of values for a JSON schema."""
 
     def __init__(self, text: str) -> None:

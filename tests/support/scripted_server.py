@@ -73,7 +73,7 @@ __all__ = [
 
 _CONFIRM = re.compile(r"/v1/ragcache/speculations/([^/]+)/confirm")
 _WAIT = re.compile(r"/v1/ragcache/speculations/([^/?]+)\?after=(\d+)")
-_PATIENCE_S = 0.5
+_TIMEOUT_S = 0.5
 BLOCK_SIZE = 16
 BYTES_PER_TOKEN = 1024
 THREE_TIERS: JsonObject = {
@@ -323,7 +323,7 @@ class ScriptedServer:
 
     def _wait(self, speculation: str, *, after: int) -> JsonObject:
         """Return how long a speculation has waited, and how often that was told; until ``after`` times it waits."""
-        deadline_s = time.monotonic() + _PATIENCE_S
+        deadline_s = time.monotonic() + _TIMEOUT_S
         while (now_s := time.monotonic()) < deadline_s:
             arrived_s, after_s, pauses_s = self._arrived_s.get(speculation), self.admits_after_s, self.paused_s[:]
             has_news = arrived_s is not None and len(pauses_s) >= after

@@ -93,7 +93,7 @@ class _Results:
         return await getattr(self._handle.replicas[name], self._method)(*arguments)
 
 
-class _ToldServer(uvicorn.Server):
+class _ReportingServer(uvicorn.Server):
     """Says when it listens."""
 
     def __init__(self, config: uvicorn.Config) -> None:
@@ -113,7 +113,7 @@ def served(front: Front, prefix: str = "") -> Iterator[str]:
         response = await front(Request({**scope, "root_path": prefix}, receive))
         await response(scope, receive, send)
 
-    server = _ToldServer(uvicorn.Config(app, port=0, lifespan="off", log_level="critical"))
+    server = _ReportingServer(uvicorn.Config(app, port=0, lifespan="off", log_level="critical"))
     thread = threading.Thread(target=server.run, name="front", daemon=True)
     thread.start()
     assert server.listens.wait(10)

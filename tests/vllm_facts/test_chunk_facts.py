@@ -77,7 +77,7 @@ def test_approximate_blocks_can_be_kept_apart(facts: dict[str, Any]) -> None:
     assert facts["waits"], "an aborted request keeps its blocks until its job is reported as finished"
 
 
-def test_a_step_says_what_it_computes(facts: dict[str, Any]) -> None:
+def test_a_step_reports_what_it_computes(facts: dict[str, Any]) -> None:
     assert facts["output"] == [True, True], "ChunkReuse.build_connector_meta() reads them"
     assert facts["block_state"] == ["req_ids", "resolve_block_ids"], "captures need the blocks of running requests"
     assert facts["prefill_stats"] == [

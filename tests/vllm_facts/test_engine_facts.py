@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from ragcache_core.client.http.errors import says_engine_died
+from ragcache_core.client.http.errors import reports_engine_death
 from ragcache_core.vllm_plugin.release import SUPPORTED_VLLM
 from tests.conftest import ROOT
 from tests.vllm_facts.conftest import Since
@@ -86,7 +86,7 @@ def test_the_server_program_is_where_we_start_it(facts: dict[str, Any]) -> None:
 
 
 def test_an_answer_says_that_the_engine_died(facts: dict[str, Any]) -> None:
-    assert says_engine_died(facts["engine_is_dead"]), (
+    assert reports_engine_death(facts["engine_is_dead"]), (
         "requests are sent again for ENGINE_DEAD_SIGNS: add what it says now"
     )
 
@@ -114,7 +114,7 @@ def test_streams_name_their_tokens_and_hold_back_what_could_begin_a_stop_string(
     assert facts["continues_text"], "client/http/resume.py cuts sampled answers after a token with text"
 
 
-def test_answers_end_by_limits_and_defaults_that_the_server_tells_of(facts: dict[str, Any], since: Since) -> None:
+def test_answers_end_by_limits_and_defaults_that_the_server_reports(facts: dict[str, Any], since: Since) -> None:
     assert facts["answer_limits"] == [
         16,
         [
@@ -130,7 +130,7 @@ def test_answers_end_by_limits_and_defaults_that_the_server_tells_of(facts: dict
     ], "server/request_defaults.py tells of those on which the rest of an answer depends, client/http/resume.py asks"
 
 
-def test_prompts_that_nobody_asks_are_requests_that_vllm_hears_the_end_of(facts: dict[str, Any]) -> None:
+def test_prefetch_requests_are_reported_to_vllm_as_finished(facts: dict[str, Any]) -> None:
     assert facts["own_requests"] == [
         ["request_block_hasher"],
         ["cache_salt", "block_hasher"],
@@ -197,7 +197,7 @@ def test_the_block_pool_is_the_one_that_ours_takes_over(facts: dict[str, Any]) -
     assert facts["group_of_block"], "a block's hash no longer names its group: follow it in block_pool.py"
 
 
-def test_a_group_says_what_a_hit_needs_of_it(facts: dict[str, Any]) -> None:
+def test_a_group_reports_what_a_hit_needs_of_it(facts: dict[str, Any]) -> None:
     assert facts["groups"] == {
         "FullAttentionSpec": ["block_size", "sliding_window", "attention_chunk_size", "prefix_cacheable"],
         "SlidingWindowSpec": ["block_size", "sliding_window", "extra_retained_tokens", "prefix_cacheable"],
@@ -277,7 +277,7 @@ def test_what_we_ask_of_the_scheduler_reaches_it_as_a_utility_call(facts: dict[s
     ], "compat.attach_utilities() adds methods to EngineCore, others there call them, of each engine: find the new way"
 
 
-def test_one_of_several_api_servers_is_told_and_which_of_it_is_a_gauge(facts: dict[str, Any]) -> None:
+def test_one_of_several_api_servers_gets_the_statistics_and_its_gauges(facts: dict[str, Any]) -> None:
     is_named, is_one, stats, commands = facts["front_ends"]
     assert is_named, "compat.front_end_of() reads which of how many a process is"
     assert is_one, "vLLM gives a step's statistics to one API server, compat.broadcast_to_api_servers() to the others"
@@ -294,7 +294,7 @@ def test_a_header_takes_a_request_to_one_of_several_engines(facts: dict[str, Any
     assert facts["rank_header"], "server/request_body.py sets it: find its new name"
 
 
-def test_an_engine_core_resets_its_caches_where_we_tell_pauses_from_changes(facts: dict[str, Any]) -> None:
+def test_an_engine_core_resets_its_caches_where_pauses_and_changes_are_distinguished(facts: dict[str, Any]) -> None:
     assert facts["weights"] == [
         [
             ["self", "reset_running_requests", "reset_connector"],
@@ -309,7 +309,7 @@ def test_an_engine_core_resets_its_caches_where_we_tell_pauses_from_changes(fact
     ], "compat.attach_utilities() wraps them: a pause keeps what is on disk, other weights do not: find the new way"
 
 
-def test_a_server_takes_embeddings_as_we_tell_it(facts: dict[str, Any]) -> None:
+def test_a_server_takes_embeddings_as_configured(facts: dict[str, Any]) -> None:
     assert facts["embeddings"] == [
         True,
         True,
@@ -319,7 +319,7 @@ def test_a_server_takes_embeddings_as_we_tell_it(facts: dict[str, Any]) -> None:
     ], "compat.require_embeddings() sets them back, where a KV connector lets embeddings be left out: find the new way"
 
 
-def test_the_kv_cache_says_how_large_its_blocks_are(facts: dict[str, Any]) -> None:
+def test_the_kv_cache_reports_how_large_its_blocks_are(facts: dict[str, Any]) -> None:
     assert facts["kv_cache_config"] == ["kv_cache_groups", "kv_cache_tensors", "num_blocks"], (
         "compat.kv_bytes_per_block() reads them"
     )

@@ -128,7 +128,7 @@ def test_the_copying_worker_stands_in_for_vllms(facts: dict[str, Any], since: Si
     assert facts["region_path"], "runtime/shared_memory.py lays host memory, by a link, where vLLM looks for it"
 
 
-def test_what_workers_are_told_and_answer_is_what_vllms_offloading_copies(facts: dict[str, Any], since: Since) -> None:
+def test_messages_to_and_from_workers_are_those_of_vllms_offloading(facts: dict[str, Any], since: Since) -> None:
     assert facts["connector_below"] == [True, ["connector_worker"], ["spec"]], (
         "RAGCacheConnector has vLLM's connector copy on each worker, and reads whether its spec loads by layer"
     )

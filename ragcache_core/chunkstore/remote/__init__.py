@@ -1,4 +1,4 @@
-"""Stores of bytes by name that several machines share: a Redis or Valkey server, a bucket of S3.
+"""Stores of bytes by name that several machines share: a Redis or Valkey server, a bucket of S3, a folder.
 
 They keep and evict what they are given; what its bytes mean, and whether they are right, is their user's matter.
 """
@@ -22,7 +22,8 @@ TIMEOUT_S = 1.0
 class StoredObject:
     """An object of a store: what it takes there, and when it was used last, as the store tells it.
 
-    Of two objects the one with the smaller ``used_s`` was used earlier; a bucket knows only when it was stored.
+    Of two objects the one with the smaller ``used_s`` was used earlier. In a bucket or a folder it is the time of the
+    write.
     """
 
     name: str

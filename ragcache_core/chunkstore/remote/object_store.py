@@ -1,4 +1,4 @@
-"""Objects in a bucket of S3, or of whatever else obstore (Rust's object_store) speaks to."""
+"""Objects in a bucket of S3, in a folder, or in another store of obstore (Rust's object_store)."""
 
 from __future__ import annotations
 
@@ -7,15 +7,31 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
+from urllib.parse import unquote, urlsplit
 
 import obstore
 from obstore.exceptions import NotFoundError, PermissionDeniedError, UnauthenticatedError
-from obstore.store import S3Store
+from obstore.store import LocalStore, S3Store
 
 from ragcache_core.chunkstore.remote import StoredObject
+from ragcache_core.errors import ConfigError
+from ragcache_core.private_files import make_private_folder
 
 _NUM_AT_ONCE = 8
+
+
+_FOLDER_HINT = "see that the folder is mounted and writable, and that its disk has space"
+
+
+def _folder(path: Path) -> LocalStore:
+    try:
+        make_private_folder(path)
+        next(path.iterdir(), None)
+        return LocalStore(path)
+    except OSError as error:
+        raise ConfigError(f"the shared folder {path} cannot be used ({error.strerror}): {_FOLDER_HINT}") from error
 
 
 def _has_plain_endpoint() -> bool:
@@ -24,30 +40,49 @@ def _has_plain_endpoint() -> bool:
 
 
 class ObjectStore:
-    """See :class:`~ragcache_core.chunkstore.remote.RemoteStore`. What is deleted when is the bucket's lifecycle.
+    """See :class:`~ragcache_core.chunkstore.remote.RemoteStore`.
 
-    Credentials, region and endpoint are those of the environment: ``AWS_ACCESS_KEY_ID``, ``AWS_ENDPOINT_URL``, ...
+    Args:
+        store: obstore's.
+        hint: what to do when the store does not answer.
     """
 
-    def __init__(self, store: Any, *, timeout_s: float) -> None:
-        """``store`` is obstore's. Asking, reading and writing have threads of their own: none waits for the others."""
+    def __init__(self, store: Any, *, hint: str = "see that the store answers") -> None:
+        """Start threads for look-ups, reads and writes: none of the three waits for the others."""
         self._store = store
-        self._timeout_s = timeout_s
-        self._asking, self._reading, self._writing = (
+        self._hint = hint
+        self._lookup_threads, self._reading, self._writing = (
             ThreadPoolExecutor(_NUM_AT_ONCE, thread_name_prefix=f"ragcache-s3-{what}")
             for what in ("ask", "read", "write")
         )
 
     @classmethod
     def at(cls, url: str, *, timeout_s: float) -> ObjectStore:
-        """Return the store at a URL ``s3://bucket/prefix``."""
+        """Return the store at a URL.
+
+        Credentials, region and endpoint of a bucket are those of the environment (``AWS_ACCESS_KEY_ID``,
+        ``AWS_ENDPOINT_URL``, ...). A missing folder is created for this user alone.
+
+        Args:
+            url: ``s3://bucket/prefix``, or ``file:///folder``.
+            timeout_s: for each answer of a bucket.
+
+        Raises:
+            ConfigError: the folder cannot be created or read.
+        """
+        if urlsplit(url).scheme == "file":
+            return cls(_folder(Path(unquote(urlsplit(url).path))), hint=_FOLDER_HINT)
         limit = timedelta(seconds=timeout_s)
         store = S3Store.from_url(
             url,
             client_options={"timeout": limit, "connect_timeout": limit, "allow_http": _has_plain_endpoint()},
             retry_config={"max_retries": 0, "retry_timeout": limit},
         )
-        return cls(store, timeout_s=timeout_s)
+        hint = (
+            "see that AWS_ENDPOINT_URL is right, the bucket is there, and each request is answered within "
+            f"{timeout_s:g} s"
+        )
+        return cls(store, hint=hint)
 
     def ping(self) -> None:
         self._has("ragcache")
@@ -58,12 +93,12 @@ class ObjectStore:
     def exists(self, names: Sequence[str], *, is_chain: bool) -> list[bool]:
         """Return which objects exist; in a chain, those before the last one found count as found."""
         if not is_chain:
-            return list(self._asking.map(self._has, names))
+            return list(self._lookup_threads.map(self._has, names))
         low, high = 0, len(names)  # those before low are there, high is not
         while low < high:
             step = -(-(high - low) // _NUM_AT_ONCE)
             probes = [*range(low, high - 1, step), high - 1]
-            there = list(self._asking.map(self._has, [names[probe] for probe in probes]))
+            there = list(self._lookup_threads.map(self._has, [names[probe] for probe in probes]))
             num_there = there.index(False) if False in there else len(there)
             low = probes[num_there - 1] + 1 if num_there else low
             high = probes[num_there] if num_there < len(probes) else high
@@ -85,16 +120,13 @@ class ObjectStore:
     def cure_of(self, error: Exception) -> str:
         if self.is_refused(error):
             return "set AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and AWS_REGION to those that may use the bucket"
-        return (
-            f"see that AWS_ENDPOINT_URL is right, the bucket is there, and each request is answered within "
-            f"{self._timeout_s:g} s"
-        )
+        return self._hint
 
     def is_refused(self, error: Exception) -> bool:
         return isinstance(error, PermissionDeniedError | UnauthenticatedError)
 
     def close(self) -> None:
-        for threads in (self._asking, self._reading, self._writing):
+        for threads in (self._lookup_threads, self._reading, self._writing):
             threads.shutdown(wait=False, cancel_futures=True)
 
     def _has(self, name: str) -> bool:

@@ -47,8 +47,8 @@ DEFAULT_MAX_TOKENS = 256
 
 
 @dataclass(frozen=True, slots=True)
-class _AskedTurn:
-    asked: ChatMessage
+class _ChatTurn:
+    question: ChatMessage
     answer: str
     documents: tuple[Document, ...]
 
@@ -58,7 +58,7 @@ class Conversation:
     """Questions and answers so far. A document that was shown with a question is not shown again with a later one."""
 
     layout: PromptLayout
-    _turns: list[_AskedTurn] = field(default_factory=list)
+    _turns: list[_ChatTurn] = field(default_factory=list)
 
     def prompt(self, engine: Engine, documents: Sequence[Document], question: str, max_tokens: int | None) -> Prompt:
         """Return the prompt for ``question``, with room for ``max_tokens`` or, behind other questions, the default.
@@ -90,7 +90,7 @@ class Conversation:
     def add(self, documents: Sequence[Document], question: str, answer: str) -> None:
         """Remember a question that was answered."""
         new = self._new(documents)
-        self._turns.append(_AskedTurn(self.layout.messages(new, question)[-1], answer, tuple(new)))
+        self._turns.append(_ChatTurn(self.layout.messages(new, question)[-1], answer, tuple(new)))
 
     def clear(self) -> None:
         """Forget everything."""
@@ -107,10 +107,10 @@ class Conversation:
         return [document for document in documents if document.doc_id not in shown]
 
     def _messages(self, documents: Sequence[Document], question: str) -> list[ChatMessage]:
-        *prefix, asked = self.layout.messages(self._new(documents), question)
+        *prefix, last_message = self.layout.messages(self._new(documents), question)
         for turn in self._turns:
-            prefix += [turn.asked, {"role": "assistant", "content": turn.answer}]
-        return [*prefix, asked]
+            prefix += [turn.question, {"role": "assistant", "content": turn.answer}]
+        return [*prefix, last_message]
 
 
 _DEFAULT_K = 2
@@ -280,7 +280,7 @@ def _answer(
     temperature: float,
     show: Callable[[str], None],
 ) -> Generation:
-    from ragcache_core.client.generation import whole
+    from ragcache_core.client.generation import join_chunks
 
     num_before = len(conversation)
     prompt = conversation.prompt(engine, found.documents, question, max_tokens)
@@ -292,7 +292,7 @@ def _answer(
         for chunk in answers:
             chunks.append(chunk)
             show(chunk.text)
-    answer = whole(chunks)
+    answer = join_chunks(chunks)
     conversation.add(found.documents, question, answer.text)
     return answer
 
@@ -318,12 +318,12 @@ def _summary(found: RetrievalUpdate, answer: Generation) -> str:
         *((stats.num_gpu_tokens, "GPU"), (stats.num_host_tokens, "host"), (stats.num_disk_tokens, "disk")),
         (stats.num_shared_tokens, "the shared store"),
     )
-    told = ", ".join(f"{num_tokens} from {tier}" for num_tokens, tier in tiers if num_tokens)
+    tier_counts = ", ".join(f"{num_tokens} from {tier}" for num_tokens, tier in tiers if num_tokens)
     first = "" if stats.ttft_s is None else f"; first token after {stats.ttft_s:.3f} s"
     names = ", ".join(printable(document.doc_id) for document in found.documents)
     return (
         f"[{names}] {stats.num_prompt_tokens} prompt tokens, {stats.num_cached_tokens} of them cached"
-        f"{f' ({told})' if told else ''}{first}, "
+        f"{f' ({tier_counts})' if tier_counts else ''}{first}, "
         f"all after {stats.total_s:.3f} s"
     )
 

@@ -242,9 +242,9 @@ def _retrieve(
     store.check_k(num_wanted)
     known: dict[DocId, Document] = {}
     retrieved: dict[str, Sequence[Document]] = {}
-    asked = [line for line in lines if line.question is not None]
-    with counting_requests("searching", len(asked)) as progress:
-        for line in asked:
+    to_search = [line for line in lines if line.question is not None]
+    with counting_requests("searching", len(to_search)) as progress:
+        for line in to_search:
             try:
                 found = store.search(str(line.question), num_wanted).documents
                 retrieved[line.custom_id] = [known.setdefault(document.doc_id, document) for document in found]
@@ -272,10 +272,10 @@ def _digests(requests: _Requests) -> dict[str, str]:
     """
     digests = {}
     for line in requests.lines:
-        asked: Sequence[object] = [line.body]
+        inputs: Sequence[object] = [line.body]
         if line.question is not None:
-            asked = [requests.messages(line), requests.settings, requests.order]
-        digests[line.custom_id] = digest_of(line.custom_id, *asked)
+            inputs = [requests.messages(line), requests.settings, requests.order]
+        digests[line.custom_id] = digest_of(line.custom_id, *inputs)
     return digests
 
 
@@ -356,8 +356,8 @@ async def _answer(engine: Engine, requests: _Requests, line: BatchLine, digest: 
     whole = {"status_code": response.status_code, "request_id": body.get("id"), "body": body}
     if response.status_code == 200:
         return to_record(line.custom_id, digest, whole, **shown)
-    said = body.get("error")
-    message = said.get("message") if isinstance(said, Mapping) else None
+    error_body = body.get("error")
+    message = error_body.get("message") if isinstance(error_body, Mapping) else None
     failed = {"code": str(response.status_code), "message": str(message or response.text)[:1000]}
     return to_record(line.custom_id, digest, whole, failed, **shown)
 

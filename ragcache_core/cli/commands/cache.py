@@ -115,7 +115,7 @@ def pin(ids: tuple[str, ...], url: str, api_key: str | None, as_json: bool) -> N
     from ragcache_core.client import Engine
 
     with Engine.connect(url, api_key=api_key, tokenizer=False) as engine:
-        _tell_pins(engine.base_url, "pinned", engine.cache.pin(read_ids(ids)), as_json=as_json)
+        _print_pins(engine.base_url, "pinned", engine.cache.pin(read_ids(ids)), as_json=as_json)
 
 
 @cache.command(
@@ -131,7 +131,7 @@ def unpin(ids: tuple[str, ...], url: str, api_key: str | None, as_json: bool) ->
     from ragcache_core.client import Engine
 
     with Engine.connect(url, api_key=api_key, tokenizer=False) as engine:
-        _tell_pins(engine.base_url, "unpinned", engine.cache.unpin(read_ids(ids)), as_json=as_json)
+        _print_pins(engine.base_url, "unpinned", engine.cache.unpin(read_ids(ids)), as_json=as_json)
 
 
 @cache.command(
@@ -278,7 +278,7 @@ def _age(age_s: float | None) -> str:
     return f"{age_s:.0f} s"
 
 
-def _tell_pins(url: str, done: str, receipt: PinReceipt, *, as_json: bool) -> None:
+def _print_pins(url: str, done: str, receipt: PinReceipt, *, as_json: bool) -> None:
     if as_json:
         print_json({"url": url, **receipt.to_dict()})
         return

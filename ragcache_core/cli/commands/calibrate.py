@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ragcache_core.cli.command import Command, print_json
-from ragcache_core.cli.commands.quality import asking_options, measured, quality_run
+from ragcache_core.cli.commands.quality import measured, model_options, quality_run
 from ragcache_core.cli.options import FiniteRange, vllm_args_argument
 from ragcache_core.errors import ConfigError
 from ragcache_core.runtime.terminal import columns, plain
@@ -41,7 +41,7 @@ _METRICS = ("exact_match", "token_f1", "rouge_l", "jaccard")
 )
 @click.option("--metric", type=click.Choice(_METRICS), default="exact_match", show_default=True, help="What is scored.")
 @click.option("--output", type=click.Path(path_type=Path), metavar="FILE", help="Keep the calibration here instead.")
-@asking_options
+@model_options
 @vllm_args_argument
 def calibrate(model: str, quality: float, metric: str, output: Path | None, as_json: bool, **options: Any) -> None:
     """Answer questions with several alphas, store the results, and name the best alpha with the least recompute.

@@ -139,7 +139,7 @@ def why_incomplete(receipt: ForgetReceipt) -> str:
     """Return what is left of documents, and what to do about it."""
     parts = [
         f"{receipt.num_requests} running requests still use it" * bool(receipt.num_requests),
-        f"{receipt.num_left} blocks are still being copied or overwritten" * bool(receipt.num_left),
+        f"{receipt.num_pending} blocks are still being copied or overwritten" * bool(receipt.num_pending),
         *receipt.problems,
     ]
     return f"not all KV is deleted: {'; '.join(filter(None, parts))}: run it again later, or with a longer --wait"

@@ -65,7 +65,7 @@ def splitting_options(command: Callable[..., Any]) -> Callable[..., Any]:
     return command
 
 
-def choose_splitting(store: Path, asked: dict[str, Any]) -> tuple[Splitting, Chunking]:
+def choose_splitting(store: Path, given_options: dict[str, Any]) -> tuple[Splitting, Chunking]:
     """Return how texts for the store at ``store`` are split, and what is to be noted of it.
 
     What the options do not say is as it was; by tokens a store is split by those of one tokenizer, or not at all.
@@ -78,10 +78,14 @@ def choose_splitting(store: Path, asked: dict[str, Any]) -> tuple[Splitting, Chu
 
     former = read_chunking(store) or (Chunking() if store.is_dir() and read_origins(store) else None)
     chars, tokens = (
-        {name: asked[key] for pattern, name in _LENGTHS.items() if asked[key := pattern.format(unit)] is not None}
+        {
+            name: given_options[key]
+            for pattern, name in _LENGTHS.items()
+            if given_options[key := pattern.format(unit)] is not None
+        }
         for unit in ("chars", "tokens")
     )
-    name = asked["tokenizer"]
+    name = given_options["tokenizer"]
     if chars and (tokens or name is not None):
         raise ConfigError("chunks are cut by characters or by tokens: leave the --chunk options of one of them out")
     by_tokens = bool(tokens or name is not None)
@@ -333,8 +337,8 @@ def _register(store: DocumentStore, url: str, api_key: str | None) -> Registrati
     documents = (each for at in starts for each in store.get(ids[at : at + _DOCUMENTS_PER_READ]))
     with Engine.connect(url, api_key=api_key, tokenizer=False) as engine, Bar("registering", len(ids)) as bar:
         receipt = engine.register(documents, progress=bar.advance)
-    for what, said in (("not registered", receipt.errors), ("registered, but", receipt.warnings)):
-        for doc_id, why in said.items():
+    for what, problems in (("not registered", receipt.errors), ("registered, but", receipt.warnings)):
+        for doc_id, why in problems.items():
             click.echo(f"ragcache: {what}: {printable(doc_id)}: {why}", err=True)
     return receipt
 

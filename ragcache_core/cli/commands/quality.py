@@ -47,7 +47,7 @@ class Alphas(click.ParamType[Any]):
         return alphas
 
 
-_ASKING_OPTIONS: tuple[Callable[[Callable[..., Any]], Callable[..., Any]], ...] = (
+_MODEL_OPTIONS: tuple[Callable[[Callable[..., Any]], Callable[..., Any]], ...] = (
     click.option(
         "--questions",
         "questions_path",
@@ -105,9 +105,9 @@ _ASKING_OPTIONS: tuple[Callable[[Callable[..., Any]], Callable[..., Any]], ...] 
 )
 
 
-def asking_options(command: Callable[..., Any]) -> Callable[..., Any]:
+def model_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Add the options of questions and engines."""
-    for option in reversed(_ASKING_OPTIONS):
+    for option in reversed(_MODEL_OPTIONS):
         command = option(command)
     return command
 
@@ -146,7 +146,7 @@ def asking_options(command: Callable[..., Any]) -> Callable[..., Any]:
     metavar="K",
     help="Documents to show of each question, the best first; others may replace them. [default: all]",
 )
-@asking_options
+@model_options
 @click.option(
     "--deduplicate",
     is_flag=True,
@@ -214,7 +214,7 @@ def quality(
 def quality_run(
     model: str, options: dict[str, Any], *, num_shown: int | None = None, max_score_loss: float | None = None
 ) -> tuple[QualityRun, tuple[float, ...]]:
-    """Return what :func:`asking_options` ask for: the run, and the alphas.
+    """Return what :func:`model_options` ask for: the run, and the alphas.
 
     Raises:
         ConfigError: no such questions, or a size that cannot work; no question has documents with scores beyond
@@ -269,7 +269,7 @@ def measured(run: QualityRun, methods: Sequence[Method]) -> Iterator[tuple[Metho
     with Bar("", len(methods) * len(run.questions), "answers") as bar:
 
         def begin(method: Method) -> Callable[[int], object]:
-            bar.say(method.name)
+            bar.show(method.name)
             return bar.advance
 
         for method, answers in run.answers(methods, begin=begin):

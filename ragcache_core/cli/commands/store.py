@@ -190,7 +190,7 @@ def _remove(store: DocumentStore, doc_ids: Collection[DocId], origins: dict[DocI
 def _report(
     store: Path,
     doc_ids: list[DocId],
-    num_left: int,
+    num_remaining: int,
     *,
     as_json: bool,
     what: str,
@@ -198,11 +198,11 @@ def _report(
 ) -> None:
     if as_json:
         forgotten = {"forgotten": {url: receipt.to_dict() for url, receipt in receipts.items()}} if receipts else {}
-        print_json({"store": str(store), what.replace(" ", "_"): doc_ids, "num_documents": num_left, **forgotten})
+        print_json({"store": str(store), what.replace(" ", "_"): doc_ids, "num_documents": num_remaining, **forgotten})
     else:
         for doc_id in doc_ids:
             click.echo(f"  {printable(doc_id)}", err=True)
-        click.echo(f"{store}: {_count(len(doc_ids))} {what}; it holds {_count(num_left)}")
+        click.echo(f"{store}: {_count(len(doc_ids))} {what}; it holds {_count(num_remaining)}")
         for url, receipt in receipts.items():
             click.echo(f"{url}: {lines_of(receipt)[0]}")
     check_complete(receipts)

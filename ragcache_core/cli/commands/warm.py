@@ -12,22 +12,15 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ragcache_core.cli.command import Command, options_in_cli_wording, print_json
-from ragcache_core.cli.options import (
-    EmbedderName,
-    FiniteRange,
-    api_key_option,
-    embedder_option,
-    layout_options,
-    open_store,
-    read_size,
-)
+from ragcache_core.cli.options import FiniteRange, api_key_option, open_store, read_size
 from ragcache_core.cli.output import check_output, output_option, printable, write_json
 from ragcache_core.cli.warming import (
-    DEFAULT_COST_MODEL,
-    expected_of,
+    check_sources,
+    expectation_options,
     lines_of,
     plan_of,
     plan_to_dict,
+    read_expected,
     receipt_line,
     warm_engine,
 )
@@ -44,7 +37,7 @@ if TYPE_CHECKING:
     from ragcache_core.stats import EngineStats
 
 _WAIT_READY_S = 1800.0
-_ASK_AGAIN_S = 1.0
+_RETRY_S = 1.0
 _FORMAT = 1
 _HIT_COUNTS = ("num_requests", "num_prefix_query_tokens", "num_hit_tokens", "num_first_tokens", "sum_ttft_s")
 
@@ -62,45 +55,11 @@ _HIT_COUNTS = ("num_requests", "num_prefix_query_tokens", "num_hit_tokens", "num
 @click.option("--store", type=click.Path(path_type=Path), metavar="PATH", help="The document store's directory.")
 @click.option("--url", required=True, metavar="URL", help="The server's address, as 'ragcache serve' prints it.")
 @api_key_option
-@click.option(
-    "--from-log",
-    type=click.Path(path_type=Path),
-    metavar="FILE",
-    help="Questions that were asked, one a line or as JSON lines; the store's own search finds their documents.",
-)
-@click.option(
-    "--trace",
-    type=click.Path(path_type=Path),
-    metavar="FILE",
-    help="What was retrieved: a trace (serve --record-trace), or a log that 'ragcache trace import' reads.",
-)
-@click.option(
-    "--top",
-    type=click.IntRange(1),
-    metavar="N",
-    help="No log: the N documents of the store that are near to most others. [default: all of them]",
-)
+@expectation_options
 @click.option(
     "--budget", callback=lambda *given: None if given[2] is None else read_size(*given), metavar="SIZE",
     help="KV to prefill at most, as 20GiB. [default: what the largest tier holds]",
 )  # fmt: skip
-@click.option("-k", "--k", type=click.IntRange(1), help="Documents that a prompt shows. [default: 2, if there are]")
-@click.option(
-    "--document-order",
-    type=click.Choice(["retrieval", "canonical"]),
-    default="retrieval",
-    show_default=True,
-    help="In which order your prompts show them.",
-)
-@layout_options
-@embedder_option
-@click.option(
-    "--cost-model",
-    default=DEFAULT_COST_MODEL,
-    show_default=True,
-    metavar="NAME|FILE",
-    help="What a prefill costs, as 'ragcache advise' takes it.",
-)
 @click.option(
     "--wait-ready",
     "wait_s",
@@ -125,7 +84,6 @@ def warm(
     report: Path | None,
     output: Path | None,
     wait_s: float | None,
-    embedder: EmbedderName | None,
     as_json: bool,
     **settings: Any,
 ) -> None:
@@ -141,34 +99,28 @@ def warm(
         return
     if store is None:
         raise click.UsageError("Give --store, whose documents are prefilled; or --report with an earlier --output.")
-    sources = [name for name in ("from_log", "trace", "top") if settings[name] is not None]
-    if len(sources) > 1:
-        names = " and ".join(f"--{name.replace('_', '-')}" for name in sources)
-        raise click.UsageError(f"{names} say different things of what will be asked: give one of them.")
+    check_sources(settings)
     check_output("--output", output, filter(None, (settings["from_log"], settings["trace"])))
-    with open_store(store, embedder, read_only=True) as documents:
-        expected = expected_of(
-            documents, settings["from_log"], settings["trace"], settings["top"], settings["k"],
-            settings["document_order"],
-        )  # fmt: skip
+    with open_store(store, settings["embedder"], read_only=True) as documents:
+        expected = read_expected(documents, settings)
         layout = PromptLayout(
             settings["static_prefix"], settings["document_format"], question_format=settings["question_format"]
         )
         with _joined(url, api_key, wait_s) as engine, options_in_cli_wording(warm):
             plan = plan_of(engine, documents, expected, layout, settings["budget"], settings["cost_model"])
-            told = {**_facts(engine, store), **plan_to_dict(plan, expected)}
+            report_data = {**_facts(engine, store), **plan_to_dict(plan, expected)}
             if not as_json:
                 click.echo("\n".join(lines_of(plan, expected)))
             if not settings["dry_run"]:
                 receipt = warm_engine(engine, plan)
-                told |= {"receipt": receipt.to_dict(), **_read_counts(engine.stats())}
+                report_data |= {"receipt": receipt.to_dict(), **_read_counts(engine.stats())}
                 if not as_json:
                     click.echo(receipt_line(receipt, plan))
     if output is not None:
-        write_json(told, output)
+        write_json(report_data, output)
         click.echo(f"ragcache: written to {output}", err=True)
     if as_json:
-        print_json(told)
+        print_json(report_data)
 
 
 def _joined(url: str, api_key: str | None, wait_s: float | None) -> Engine:
@@ -182,7 +134,7 @@ def _joined(url: str, api_key: str | None, wait_s: float | None) -> Engine:
         except (EngineUnreachableError, EngineDiedError, EngineTimeoutError):
             if time.monotonic() >= until_s:
                 raise
-            time.sleep(_ASK_AGAIN_S)
+            time.sleep(_RETRY_S)
 
 
 def _facts(engine: Engine, store: Path) -> dict[str, object]:
@@ -212,12 +164,12 @@ def _compare(path: Path, url: str, api_key: str | None, *, as_json: bool) -> Non
     """Print the forecast of an earlier run beside what the engine has counted since."""
     from ragcache_core.client import Engine
 
-    told = _read_report(path)
+    report_data = _read_report(path)
     with Engine.connect(url, api_key=api_key, tokenizer=False) as engine:
         stats = engine.stats()
-    now, before = _counted(stats), told["counted"]
-    is_anew = any(now[name] < before.get(name, 0) for name in _HIT_COUNTS)
-    since = {name: count - (0 if is_anew else before.get(name, 0)) for name, count in now.items()}
+    now, before = _counted(stats), report_data["counted"]
+    has_restarted = any(now[name] < before.get(name, 0) for name in _HIT_COUNTS)
+    since = {name: count - (0 if has_restarted else before.get(name, 0)) for name, count in now.items()}
     num_requests = int(since["num_requests"])
     achieved = {
         "num_requests": num_requests,
@@ -225,12 +177,12 @@ def _compare(path: Path, url: str, api_key: str | None, *, as_json: bool) -> Non
         if since["num_prefix_query_tokens"]
         else 0.0,
         "mean_ttft_s": since["sum_ttft_s"] / since["num_first_tokens"] if since["num_first_tokens"] else None,
-        "has_started_anew": is_anew,
+        "has_restarted": has_restarted,
     }
     expected: dict[str, int] = {}
-    for each in told["paths"]:
+    for each in report_data["paths"]:
         expected[each["doc_ids"][-1]] = expected.get(each["doc_ids"][-1], 0) + each["expected_uses"]
-    uses_before = {} if is_anew else told.get("uses", {})
+    uses_before = {} if has_restarted else report_data.get("uses", {})
     documents = [
         {
             "doc_id": use.doc_id,
@@ -241,9 +193,9 @@ def _compare(path: Path, url: str, api_key: str | None, *, as_json: bool) -> Non
         for use in stats.hottest_documents
     ]
     if as_json:
-        print_json({"forecast": told["forecast"], "achieved": achieved, "hottest_documents": documents})
+        print_json({"forecast": report_data["forecast"], "achieved": achieved, "hottest_documents": documents})
         return
-    click.echo("\n".join(_compared(told["forecast"], achieved, documents)))
+    click.echo("\n".join(_compared(report_data["forecast"], achieved, documents)))
 
 
 def _compared(
@@ -261,7 +213,7 @@ def _compared(
          "-" if ttft_s is None else f"{ttft_s:.3f} s"),
     ]  # fmt: skip
     lines = [f"{name:<18}{requests:>10}{share:>16}{ttft:>12}" for name, requests, share, ttft in rows]
-    if achieved["has_started_anew"]:
+    if achieved["has_restarted"]:
         lines.append("the engine has reset its counters since the warming: earlier counts are missing here")
     uses = [
         f"{printable(each['doc_id']):<40}{each['expected_uses']:>10}{each['uses']:>8}  {', '.join(each['tiers'])}"
@@ -274,12 +226,12 @@ def _compared(
 def _read_report(path: Path) -> dict[str, Any]:
     cure = "name a file that 'ragcache warm --output' wrote when it was done"
     try:
-        told = json.loads(path.read_bytes())
+        report_data = json.loads(path.read_bytes())
     except OSError as error:
         raise ConfigError(f"--report {path} cannot be read ({error.strerror}): {cure}") from error
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"--report {path} is not JSON ({error}): {cure}") from error
-    match told:
+    match report_data:
         case {"format": 1, "forecast": dict(), "paths": list(), "counted": dict()}:
-            return dict(told)
+            return dict(report_data)
     raise ConfigError(f"--report {path} is no report of a warming that was done: {cure}")

@@ -103,7 +103,7 @@ class ReplicaFinder:
             EngineError: a server answers, and refuses to be used, as with a wrong key.
         """
         ends_s = None if timeout_s is None else time.monotonic() + timeout_s
-        is_said = False
+        is_logged = False
         while True:
             addresses, why = self._look_up()
             for address in addresses:
@@ -113,9 +113,9 @@ class ReplicaFinder:
                     why = str(error)
             if ends_s is not None and time.monotonic() >= ends_s:
                 raise EngineUnreachableError(f"no replica of {self._source} answers: {why}")
-            if not is_said:
+            if not is_logged:
                 logger.warning("RC-REPLICA-WAIT: no replica of %s answers yet (%s): waiting for one", self._source, why)
-                is_said = True
+                is_logged = True
             time.sleep(_RETRY_S)
 
     def follow(self, replicas: ReplicaSet, served: Callable[[Engine], dict[str, Any]]) -> None:

@@ -185,13 +185,13 @@ class Fleet(EngineClient):
     @classmethod
     def _of_list(cls, urls: Sequence[str], join: Callable[[str], Engine], settings: dict[str, Any]) -> Self:
         """Return a fleet of servers that all answer now."""
-        asked: list[Future[Engine]] = []
+        futures: list[Future[Engine]] = []
         try:
             with ThreadPoolExecutor(len(urls)) as threads:
-                asked += [threads.submit(join, url) for url in urls]
-            return cls([one.result() for one in asked], **settings)
+                futures += [threads.submit(join, url) for url in urls]
+            return cls([one.result() for one in futures], **settings)
         except BaseException:
-            for one in asked:
+            for one in futures:
                 if one.done() and one.exception() is None:
                     one.result().close()
             raise
@@ -286,19 +286,19 @@ class Fleet(EngineClient):
                 return error
 
         self._some()
-        asked = self._replicas.ready() or self._replicas.all
-        with ThreadPoolExecutor(len(asked)) as threads:  # one that hangs takes its time limit, and not once for each
-            told = list(threads.map(one, asked))
-        answers = [answer for answer in told if not isinstance(answer, EngineError)]
-        if not answers and isinstance(told[0], EngineError):
-            raise told[0]
+        replicas = self._replicas.ready() or self._replicas.all
+        with ThreadPoolExecutor(len(replicas)) as threads:  # one that hangs takes its time limit, and not once for each
+            results = list(threads.map(one, replicas))
+        answers = [answer for answer in results if not isinstance(answer, EngineError)]
+        if not answers and isinstance(results[0], EngineError):
+            raise results[0]
         return answers
 
-    def _merged(self, told: Sequence[EngineStats]) -> EngineStats:
-        merged: EngineStats = _STATS.validate_python(merged_report([asdict(stats) for stats in told]))
+    def _merged(self, each_stats: Sequence[EngineStats]) -> EngineStats:
+        merged: EngineStats = _STATS.validate_python(merged_report([asdict(stats) for stats in each_stats]))
         return replace(
             merged,
-            kv_cache_usage=sum(stats.kv_cache_usage for stats in told) / len(told),
+            kv_cache_usage=sum(stats.kv_cache_usage for stats in each_stats) / len(each_stats),
         )
 
 
@@ -364,9 +364,9 @@ def _check_same_model(engines: Sequence[Engine]) -> None:
     names = [engine.base_url for engine in engines]
     if twice := [name for name in names if names.count(name) > 1]:
         raise ConfigError(f"{twice[0]} is named {names.count(twice[0])} times: name each replica once")
-    told = _on_each(served_model_identity, engines)
-    for engine, other in zip(engines[1:], told[1:], strict=True):
-        if why := difference(names[0], told[0], engine.base_url, other):
+    identities = _on_each(served_model_identity, engines)
+    for engine, other in zip(engines[1:], identities[1:], strict=True):
+        if why := difference(names[0], identities[0], engine.base_url, other):
             raise ConfigError(why)
 
 

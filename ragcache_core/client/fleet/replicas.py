@@ -17,7 +17,14 @@ import httpx
 
 from ragcache_core.client.engine import Engine
 from ragcache_core.client.http.affinity import RequestInfo
-from ragcache_core.client.http.attempt import CONNECTION_ERRORS, NO_RETRY, Health, check_progress, engine_died, is_late
+from ragcache_core.client.http.attempt import (
+    CONNECTION_ERRORS,
+    NO_RETRY,
+    Health,
+    check_progress,
+    engine_died,
+    is_first_token_timeout,
+)
 from ragcache_core.client.ordering.cached_prefixes import CachedPrefixes, CachedPrefixIndex
 from ragcache_core.client.speculation.request_capture import asks_completion
 from ragcache_core.errors import EngineUnreachableError
@@ -151,16 +158,16 @@ class ReplicaSet:
         request = self._followed(request)
         if not asks_completion(request):
             return RoutedRequest(self, self._pinned(request) or self._idlest(), request, None)
-        asked = RequestInfo.of(request)
-        with self.known(has_documents=bool(asked.prompt.documents)) as known:
+        info = RequestInfo.of(request)
+        with self.known(has_documents=bool(info.prompt.documents)) as known:
             late = request.extensions.get(_LATE)
             in_time = [replica for replica in self._some(known) if replica.name != late]
-            chosen = choose_replica(self.index, in_time or known, asked.prompt)
+            chosen = choose_replica(self.index, in_time or known, info.prompt)
             replica = self._replica(chosen)
-            sending = RoutedRequest(self, replica, request, asked)
-            sending.sent = chosen.load.begin(asked.prompt, chosen.num_cached_tokens(asked.prompt))
-            if asked.speculation is not None:
-                self._speculations[asked.speculation] = replica
+            sending = RoutedRequest(self, replica, request, info)
+            sending.sent = chosen.load.begin(info.prompt, chosen.num_cached_tokens(info.prompt))
+            if info.speculation is not None:
+                self._speculations[info.speculation] = replica
                 if len(self._speculations) > _MAX_SPECULATIONS:
                     self._speculations.popitem(last=False)
         return sending
@@ -267,25 +274,27 @@ class RoutedRequest:
     """A request on its way to a replica."""
 
     def __init__(
-        self, replicas: ReplicaSet, replica: Replica, request: httpx.Request, asked: RequestInfo | None
+        self, replicas: ReplicaSet, replica: Replica, request: httpx.Request, info: RequestInfo | None
     ) -> None:
-        """``asked``: of a completion, which counts."""
+        """``info``: of a completion, which counts."""
         self._replicas = replicas
         self._replica = replica
         self._unaddressed = request
         self.sent: InFlightRequest | None = None
         """How it counts, until it is over."""
-        self.request = self._addressed(request, asked)
+        self.request = self._addressed(request, info)
 
-    def _addressed(self, request: httpx.Request, asked: RequestInfo | None) -> httpx.Request:
+    def _addressed(self, request: httpx.Request, info: RequestInfo | None) -> httpx.Request:
         root = self._replica.name.removesuffix("/v1")
         headers = httpx.Headers(request.headers)
         headers.pop("Host", None)
         headers["Authorization"] = f"Bearer {self._replica.engine.api_key}"
-        if asked is not None:
-            said, name = headers.get(_REQUEST_ID), asked.request_id
-            if said and not (name and re.fullmatch(rf"{re.escape(said)}(-r\d+)+", name)):  # the name goes on elsewhere
-                name = said
+        if info is not None:
+            header_id, name = headers.get(_REQUEST_ID), info.request_id
+            if header_id and not (
+                name and re.fullmatch(rf"{re.escape(header_id)}(-r\d+)+", name)
+            ):  # the name goes on elsewhere
+                name = header_id
             name = name or uuid.uuid4().hex
             headers[_REQUEST_ID] = f"{name}-r{self._replica.number}"
             if _PLACED.search(name):
@@ -312,7 +321,7 @@ class RoutedRequest:
 
     def failed(self, error: BaseException) -> BaseException:
         self.end()
-        if is_late(error):
+        if is_first_token_timeout(error):
             self._unaddressed.extensions[_LATE] = self._replica.name
         is_suspicious = not NO_RETRY.keys() <= self.request.extensions.keys()
         if (

@@ -54,10 +54,10 @@ class RequestInfo:
         try:
             body = _read(request.content)
             params = body.get("kv_transfer_params") or {}
-            said = params.get(KEY) or {}
-            speculation, request_id = said.get("speculation"), body.get("request_id")
+            hints = params.get(KEY) or {}
+            speculation, request_id = hints.get("speculation"), body.get("request_id")
             return cls(
-                _prompt(body, said.get("documents") or (), params.get("prompt_token_ids") or body.get("prompt")),
+                _prompt(body, hints.get("documents") or (), params.get("prompt_token_ids") or body.get("prompt")),
                 speculation if isinstance(speculation, str) else None,
                 request_id.strip() if is_sendable(request_id) else None,
             )
@@ -140,23 +140,23 @@ class ProxyAffinity:
     def send(self, request: httpx.Request) -> AffineRequest:
         """Return ``request`` with its headers; those that an application has set stay."""
         place, is_unnamed = None, False
-        said: dict[str, str | None] = {}
+        hints: dict[str, str | None] = {}
         if asks_completion(request):
-            asked = RequestInfo.of(request)
+            info = RequestInfo.of(request)
             place = _ReplicaHint(
-                hashlib.blake2b(asked.prompt.key.encode(errors="surrogatepass"), digest_size=8).hexdigest()
+                hashlib.blake2b(info.prompt.key.encode(errors="surrogatepass"), digest_size=8).hexdigest()
             )
-            said = {SESSION_HEADER: place.session, SPECULATION_HEADER: asked.speculation}
-            if asked.speculation is not None:
-                _remember(self._speculations, asked.speculation, place)
+            hints = {SESSION_HEADER: place.session, SPECULATION_HEADER: info.speculation}
+            if info.speculation is not None:
+                _remember(self._speculations, info.speculation, place)
         elif found := SPECULATION_ROUTE.search(request.url.path):
             known = self._speculations.get(found[1], _ReplicaHint())
-            said = {SESSION_HEADER: known.session, SPECULATION_HEADER: found[1]}
+            hints = {SESSION_HEADER: known.session, SPECULATION_HEADER: found[1]}
         elif found := REQUEST_ROUTE.search(request.url.path):
             known = self._answers.get(unquote(found[1]), _ReplicaHint())
             is_unnamed = known.session is not None and known.replica is None
-            said = {SESSION_HEADER: known.session, REPLICA_HEADER: known.replica}
-        for name, value in said.items():
+            hints = {SESSION_HEADER: known.session, REPLICA_HEADER: known.replica}
+        for name, value in hints.items():
             if is_sendable(value):  # what a server refuses in a body is not to fail here
                 request.headers.setdefault(name, value)
         return AffineRequest(self, request, place, is_unnamed=is_unnamed)

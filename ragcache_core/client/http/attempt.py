@@ -11,7 +11,7 @@ from typing import Final, Literal, Protocol, get_args
 import httpcore
 import httpx
 
-from ragcache_core.client.http.errors import says_engine_died
+from ragcache_core.client.http.errors import reports_engine_death
 from ragcache_core.client.http.resume import Decode, ResumableStream, ResumedAnswers, ResumeStreams, is_streamed
 from ragcache_core.client.speculation.request_capture import asks_completion
 from ragcache_core.errors import ConfigError, EngineDiedError, EngineHungError
@@ -141,7 +141,7 @@ class Attempt:
         if response.status_code != 200 or "text/event-stream" not in kind or "content-encoding" in response.headers:
             self.stream = None
         if self.stream is not None:
-            self.stream.learn(response.headers.get(DEFAULTS_HEADER))
+            self.stream.set_defaults(response.headers.get(DEFAULTS_HEADER))
 
     def check(self) -> None:
         """End a read for an answer that will not come; called while one waits."""
@@ -156,7 +156,7 @@ class Attempt:
 
     def failed(self, error: Exception) -> None:
         """Note a failure that :meth:`may_retry` may mend; raise it if nothing does, or too much failed before."""
-        if is_late(error):
+        if is_first_token_timeout(error):
             logger.warning(
                 "RC-REQUEST-RESENT: no first token after %g s: the request is cancelled and sent once more",
                 self._limit_s,
@@ -213,7 +213,7 @@ class Attempt:
         return request
 
 
-def is_late(error: BaseException) -> bool:
+def is_first_token_timeout(error: BaseException) -> bool:
     """Return whether a request was cancelled because its first token was late."""
     return isinstance(error.__cause__, _FirstTokenTimeoutError)
 
@@ -253,7 +253,7 @@ def engine_died(response: httpx.Response, first_bytes: bytes) -> bool:
     """Return whether an answer says, where its first token should be, that the engine's process is gone."""
     is_stream = "text/event-stream" in response.headers.get("content-type", "")
     failed = response.status_code >= 500 or (is_stream and b'"error"' in first_bytes)
-    return failed and says_engine_died(first_bytes.decode(errors="replace"))
+    return failed and reports_engine_death(first_bytes.decode(errors="replace"))
 
 
 class _HungError(httpcore.ReadError):

@@ -45,14 +45,14 @@ class BufferedResponse:
         """Add ``part`` to the body."""
         with self._changed:
             self._parts.append(part)
-            self._tell_readers()
+            self._notify_readers()
 
     def end(self, error: Exception | None = None) -> None:
         """End the body: it is whole, or ``error`` cut it off. Only the first call counts."""
         with self._changed:
             if not self._is_ended:
                 self._is_ended, self._error = True, error
-                self._tell_readers()
+                self._notify_readers()
 
     # Those who read
 
@@ -107,7 +107,7 @@ class BufferedResponse:
             raise self._error
         return parts
 
-    def _tell_readers(self) -> None:
+    def _notify_readers(self) -> None:
         self._changed.notify_all()
         for waiter in self._waiters:
             waiter.wake()

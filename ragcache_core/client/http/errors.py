@@ -48,7 +48,7 @@ _OPENAI_TYPES = (
 _NO_ATTRIBUTES = dict.fromkeys(("request", "response", "body", "code", "param", "type", "request_id"))
 
 
-def says_engine_died(text: str) -> bool:
+def reports_engine_death(text: str) -> bool:
     """Return whether an error message of the server means that its engine process is gone."""
     return any(sign in text for sign in ENGINE_DEAD_SIGNS)
 
@@ -182,7 +182,7 @@ def _of_openai(error: Exception) -> RAGCacheError:
             "without (tool_choice='auto', or in LlamaIndex a selector of text, LLMSingleSelector), or serve another "
             "model"
         )
-    if says_engine_died(message):
+    if reports_engine_death(message):
         return EngineDiedError(
             "the engine died during an answer, after its first token, so the request was not sent again: ask again"
         )
@@ -192,8 +192,8 @@ def _of_openai(error: Exception) -> RAGCacheError:
 def _is_constrained(error: Exception) -> bool:
     """Return whether the answer to the request that failed had to follow a grammar."""
     try:
-        asked = json.loads(error.request.content)  # type: ignore[attr-defined]
-        return asked.get("tool_choice", "auto") not in ("auto", "none") or any(map(asked.get, _CONSTRAINTS))
+        body = json.loads(error.request.content)  # type: ignore[attr-defined]
+        return body.get("tool_choice", "auto") not in ("auto", "none") or any(map(body.get, _CONSTRAINTS))
     except (AttributeError, RuntimeError, ValueError):  # no request at hand, or one without JSON
         return False
 

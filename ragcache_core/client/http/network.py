@@ -1,7 +1,7 @@
 """The connections under every transport, and how blocking transports run the code of the asynchronous ones.
 
 A blocking read ends with its time-out or with the connection, and nothing else ends it. So the connections made here
-read in slices, and between two of them call what :func:`checking` names, in the thread or task that waits.
+read in slices, and between two of them call what :func:`with_abort_check` names, in the thread or task that waits.
 
 What the client does with requests is written once, as coroutines over an :class:`httpx.AsyncBaseTransport`. Blocking
 code runs the same coroutines: below them is an :class:`Unblocked` transport, which blocks and never suspends, and
@@ -29,7 +29,7 @@ _check: ContextVar[Callable[[], None] | None] = ContextVar("ragcache_check", def
 
 
 @contextmanager
-def checking(check: Callable[[], None]) -> Iterator[None]:
+def with_abort_check(check: Callable[[], None]) -> Iterator[None]:
     """Have reads in this context call ``check`` while they wait; what it raises ends them, and the connection."""
     token = _check.set(check)
     try:
@@ -38,8 +38,8 @@ def checking(check: Callable[[], None]) -> Iterator[None]:
         _check.reset(token)
 
 
-def also_checking(check: Callable[[], None]) -> AbstractContextManager[None]:
-    """Do :func:`checking`, besides what is checked in this context already."""
+def with_further_abort_check(check: Callable[[], None]) -> AbstractContextManager[None]:
+    """Do :func:`with_abort_check`, besides what is checked in this context already."""
     outer = _check.get()
 
     def both() -> None:
@@ -47,7 +47,7 @@ def also_checking(check: Callable[[], None]) -> AbstractContextManager[None]:
             outer()
         check()
 
-    return checking(both)
+    return with_abort_check(both)
 
 
 def finish(work: Coroutine[Any, Any, _T]) -> _T:
@@ -133,7 +133,7 @@ async def _close(parts: AsyncGenerator[bytes, None]) -> None:
 
 
 class BlockingNetwork(httpx.BaseTransport):
-    """Connections whose reads can be ended by :func:`checking`."""
+    """Connections whose reads can be ended by :func:`with_abort_check`."""
 
     def __init__(self, limits: httpx.Limits, tls: ssl.SSLContext) -> None:
         self._pool = httpcore.ConnectionPool(**_settings(limits, tls), network_backend=_Backend())
@@ -148,7 +148,7 @@ class BlockingNetwork(httpx.BaseTransport):
 
 
 class AsyncNetwork(httpx.AsyncBaseTransport):
-    """Connections of one event loop whose reads can be ended by :func:`checking`."""
+    """Connections of one event loop whose reads can be ended by :func:`with_abort_check`."""
 
     def __init__(self, limits: httpx.Limits, tls: ssl.SSLContext) -> None:
         self._pool = httpcore.AsyncConnectionPool(**_settings(limits, tls), network_backend=_AsyncBackend())

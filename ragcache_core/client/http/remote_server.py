@@ -15,7 +15,7 @@ import httpx
 
 from ragcache_core.client.http.attempt import AUTO, FirstTokenTimeout, Health, check_first_token_timeout, check_seconds
 from ragcache_core.client.http.errors import hang_of
-from ragcache_core.client.http.network import BlockingNetwork, checking
+from ragcache_core.client.http.network import BlockingNetwork, with_abort_check
 from ragcache_core.errors import ConfigError
 from ragcache_core.log import logger_of
 
@@ -127,9 +127,9 @@ class RemoteServerMonitor:
         with httpx.Client(transport=BlockingNetwork(httpx.Limits(), tls), timeout=_TIMEOUT_S) as http:
             while not self._closed.is_set() and time.monotonic() < self._wanted_until_s:
                 self._wake.clear()
-                asked_s = time.monotonic()
+                checked_at_s = time.monotonic()
                 try:
-                    with checking(self._check_open):
+                    with with_abort_check(self._check_open):
                         answer = http.get(self._url)
                     failure = f"status {answer.status_code}"
                 except httpx.ReadTimeout:
@@ -142,9 +142,9 @@ class RemoteServerMonitor:
                 silent_s = 0.0
                 self._hang = None if answer is None else hang_of(answer)
                 is_alive = answer is not None and answer.status_code < 500  # a proxy may not pass /health on
-                self._log(failure, asked_s, is_alive=is_alive)
+                self._log(failure, checked_at_s, is_alive=is_alive)
                 if is_alive:
-                    self._alive_at_s, self._is_suspected = asked_s, False
+                    self._alive_at_s, self._is_suspected = checked_at_s, False
                 self._wake.wait(_SUSPICIOUS_LOOK_S if self._is_suspected else _LOOK_S)
         self._out_since_s = None
 

@@ -31,7 +31,7 @@ from typing import Any, Literal, NamedTuple, Self
 
 import httpx
 
-from ragcache_core.client.http.errors import says_engine_died
+from ragcache_core.client.http.errors import reports_engine_death
 from ragcache_core.client.speculation.request_capture import asks_completion
 from ragcache_core.errors import EngineDiedError
 from ragcache_core.stats import RequestStats
@@ -121,7 +121,7 @@ class ResumableStream:
         self._first: dict[str, Any] | None = None
         self._buffer = b""
         self._is_known = True
-        self._is_finished = self._is_done = False
+        self._has_finish_reason = self._is_done = False
 
     @classmethod
     def of(cls, request: httpx.Request, which: ResumeStreams = "all") -> Self | None:
@@ -141,9 +141,9 @@ class ResumableStream:
 
     def request(self) -> httpx.Request:
         """Return the request that is sent first."""
-        return self._asking({})
+        return self._request_with({})
 
-    def learn(self, defaults: str | None) -> None:
+    def set_defaults(self, defaults: str | None) -> None:
         """Take in what the server adds to requests, :data:`~ragcache_core.wire.DEFAULTS_HEADER`.
 
         Without that it is not known when the answer ends.
@@ -155,16 +155,16 @@ class ResumableStream:
         if not isinstance(added, dict):
             self._is_known = False
             return
-        said = {name: value for name, value in self._body.items() if value is not None}
+        settings = {name: value for name, value in self._body.items() if value is not None}
         most, is_parsed = added.pop("most_tokens", None), added.pop("is_parsed", False)
         default = added.pop("max_tokens", None)
-        if "messages" in said:
-            limits = [said.get("max_completion_tokens"), said.get("max_tokens"), default]
+        if "messages" in settings:
+            limits = [settings.get("max_completion_tokens"), settings.get("max_tokens"), default]
         else:
-            limits, is_parsed = [said.get("max_tokens"), _COMPLETION_TOKENS], False
+            limits, is_parsed = [settings.get("max_tokens"), _COMPLETION_TOKENS], False
         limit = next((limit for limit in limits if limit is not None), None)
         self._limit = min((tokens for tokens in (limit, most) if tokens is not None), default=None)
-        self._is_known = not is_parsed and can_resume({**added, **said})
+        self._is_known = not is_parsed and can_resume({**added, **settings})
 
     @property
     def response_id(self) -> str | None:
@@ -172,7 +172,7 @@ class ResumableStream:
         return None if self._first is None else self._first["id"]
 
     @property
-    def is_over(self) -> bool:
+    def is_finished(self) -> bool:
         """Whether nothing is missing, or nothing that could be had."""
         return self._is_done or not self._is_known
 
@@ -184,7 +184,7 @@ class ResumableStream:
             EngineDiedError: it goes on otherwise than it had begun.
         """
         *events, self._buffer = (self._buffer + part).split(b"\n\n")
-        return b"".join(told + b"\n\n" for event in events if (told := self._told(event)) is not None)
+        return b"".join(out + b"\n\n" for event in events if (out := self._client_event(event)) is not None)
 
     async def rest(self, decode: Decode) -> httpx.Request | None:
         """Return the request for what is missing; ``None`` if the answer was cut where it cannot go on.
@@ -194,7 +194,7 @@ class ResumableStream:
         self._buffer = b""
         if self._first is None and self._is_known:  # the client has nothing yet
             return self.request()
-        if not self._is_known or self._prompt_ids is None or self._is_finished:
+        if not self._is_known or self._prompt_ids is None or self._has_finish_reason:
             return None
         if not (await self._rewind_sampled(decode) if self.is_sampled else self._rewind_greedy()):
             return None
@@ -214,7 +214,7 @@ class ResumableStream:
         seed = self._body.get("seed")
         if self.is_sampled and isinstance(seed, int) and seed != _NO_SEED:
             changes["seed"] = (seed + num_ids) % 2**63  # the same seed would repeat the random numbers of the beginning
-        return self._asking(changes)
+        return self._request_with(changes)
 
     def _rewind_greedy(self) -> bool:
         """Go back to an event so far before the end that its text can be compared; return whether there is one."""
@@ -257,12 +257,14 @@ class ResumableStream:
         """Return whether ``text`` ends with the beginning of a stop string, which a next request would not see."""
         return any(text.endswith(stop[:length]) for stop in self._stops for length in range(1, len(stop)))
 
-    def _asking(self, changes: dict[str, Any]) -> httpx.Request:
+    def _request_with(self, changes: dict[str, Any]) -> httpx.Request:
         headers = [(name, value) for name, value in self._request.headers.raw if name.lower() != b"content-length"]
         body = {**self._body, **changes, "return_token_ids": True}
         content = json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode()
-        asked = self._request
-        return httpx.Request(asked.method, asked.url, headers=headers, content=content, extensions=asked.extensions)
+        original = self._request
+        return httpx.Request(
+            original.method, original.url, headers=headers, content=content, extensions=original.extensions
+        )
 
     def _own_id(self) -> str:
         """Return the id that makes the next answer's the same, in which its figures are found."""
@@ -270,7 +272,7 @@ class ResumableStream:
         own: str = self._first["id"]
         return next((own.removeprefix(prefix) for prefix in _PREFIXES if own.startswith(prefix)), own)
 
-    def _told(self, raw: bytes) -> bytes | None:
+    def _client_event(self, raw: bytes) -> bytes | None:
         """Return what the client gets of an event; ``None`` is nothing."""
         if not raw.startswith(b"data: {"):
             self._is_done = self._is_done or raw == b"data: [DONE]"
@@ -280,7 +282,7 @@ class ResumableStream:
         except ValueError:
             event = {"error": "no event of this protocol"}
         if "error" in event:
-            if says_engine_died(raw.decode(errors="replace")):
+            if reports_engine_death(raw.decode(errors="replace")):
                 raise httpx.RemoteProtocolError("the engine died during an answer")
             self._is_known = False
             return raw
@@ -311,7 +313,7 @@ class ResumableStream:
     def _take(self, choice: dict[str, Any]) -> bool:
         """Note what a choice says, and leave out what was said before; return whether it is worth an event."""
         shown, name = (choice["delta"], "content") if "delta" in choice else (choice, "text")
-        said: str = shown.get(name) or ""
+        text: str = shown.get(name) or ""
         ids = choice.get("token_ids")
         self._ids += ids or ()
         others = [key for key, value in choice.get("delta", {}).items() if value and key not in ("role", "content")]
@@ -324,7 +326,7 @@ class ResumableStream:
         for hidden in ("token_ids", "prompt_token_ids"):
             if hidden in choice:
                 choice[hidden] = None
-        again, said = said[: len(self._replayed)], said[len(self._replayed) :]
+        again, text = text[: len(self._replayed)], text[len(self._replayed) :]
         if not self._replayed.startswith(again) or (is_finished and len(again) < len(self._replayed)):
             if self._num_ids_before:
                 self._marks = [_Mark(0, 0, 0)]
@@ -332,17 +334,17 @@ class ResumableStream:
             raise EngineDiedError(
                 "the engine died during an answer, and its successor went on otherwise than it had begun: ask again"
             )
-        self._is_finished = self._is_finished or is_finished
+        self._has_finish_reason = self._has_finish_reason or is_finished
         self._replayed = self._replayed[len(again) :]
-        self._text += said
+        self._text += text
         self._is_known = self._is_known and not others
-        if again or said:
+        if again or text:
             self._is_known = self._is_known and ids is not None
             self._marks.append(_Mark(len(self._ids), len(self._text) - len(self._replayed), len(ids or ())))
         waits = self.is_sampled and self._is_known and not is_finished
         end = self._resumable_end() if waits else len(self._text)
         passed_on, self._num_passed_on = self._text[self._num_passed_on : end], end
-        if passed_on or said or again:
+        if passed_on or text or again:
             shown[name] = passed_on
         return bool(passed_on or others or choice.get("finish_reason"))
 

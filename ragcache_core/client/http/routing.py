@@ -11,7 +11,7 @@ from typing import Protocol
 
 import httpx
 
-from ragcache_core.client.http.network import AsyncNetwork, also_checking
+from ragcache_core.client.http.network import AsyncNetwork, with_further_abort_check
 from ragcache_core.runtime.event_loop_thread import EventLoopThread
 
 _LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=8, keepalive_expiry=2.0)
@@ -73,7 +73,7 @@ class AsyncRoutedTransport(httpx.AsyncBaseTransport):
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         sending = self._replicas.send(request)
         try:
-            with also_checking(sending.check):
+            with with_further_abort_check(sending.check):
                 response = await self._inner.handle_async_request(sending.request)
             try:
                 sending.answered(response)
@@ -99,7 +99,7 @@ class _RoutedBody(httpx.AsyncByteStream):
         try:
             while True:
                 try:
-                    with also_checking(self._sending.check):
+                    with with_further_abort_check(self._sending.check):
                         part = await anext(parts, None)
                 except BaseException as error:
                     raise self._sending.failed(error) from error.__cause__

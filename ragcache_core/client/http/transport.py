@@ -22,7 +22,14 @@ from weakref import WeakKeyDictionary
 import httpx
 
 from ragcache_core.client.http.attempt import CONNECTION_ERRORS, Attempt, RetryPolicy, ServerWatch, engine_died
-from ragcache_core.client.http.network import AsyncNetwork, Blocking, BlockingNetwork, Unblocked, checking, unblocked
+from ragcache_core.client.http.network import (
+    AsyncNetwork,
+    Blocking,
+    BlockingNetwork,
+    Unblocked,
+    unblocked,
+    with_abort_check,
+)
 from ragcache_core.client.http.resume import ResumedAnswers
 from ragcache_core.client.http.routing import AsyncRoutedTransport, Replicas
 from ragcache_core.client.speculation.speculation import SpeculationManager
@@ -90,7 +97,7 @@ class AsyncRetryingTransport(httpx.AsyncBaseTransport):
                 raise EngineClosedError("the engine was closed: launch or connect again")
             attempt.begin()
             try:
-                with checking(attempt.check_first):
+                with with_abort_check(attempt.check_first):
                     response = await self._transport().handle_async_request(request)
                     try:
                         assert isinstance(response.stream, httpx.AsyncByteStream)
@@ -108,11 +115,11 @@ class AsyncRetryingTransport(httpx.AsyncBaseTransport):
 
     async def decode(self, attempt: Attempt, error: Exception, token_ids: list[int]) -> str | None:
         """Return the text of tokens of an answer that ``error`` cut, once the server is back; ``None`` if unknown."""
-        asked = attempt.request
-        headers = {name: value for name, value in asked.headers.items() if name == "authorization"}
-        body = {"model": json.loads(asked.content).get("model"), "tokens": token_ids}
-        url = f"{str(asked.url).partition('/v1/')[0]}/detokenize"
-        request = httpx.Request("POST", url, headers=headers, json=body, extensions=asked.extensions)
+        original = attempt.request
+        headers = {name: value for name, value in original.headers.items() if name == "authorization"}
+        body = {"model": json.loads(original.content).get("model"), "tokens": token_ids}
+        url = f"{str(original.url).partition('/v1/')[0]}/detokenize"
+        request = httpx.Request("POST", url, headers=headers, json=body, extensions=original.extensions)
         own = Attempt(self._watch, request, self._policy, self._resumed)
         response = await self.open(own, request, error)
         try:
@@ -209,7 +216,7 @@ class _WholeBody(httpx.AsyncByteStream):
             try:
                 parts = aiter(self._body)
                 while True:
-                    with checking(self._attempt.check):
+                    with with_abort_check(self._attempt.check):
                         part = await anext(parts, None)
                     if part is None:
                         break
@@ -217,7 +224,7 @@ class _WholeBody(httpx.AsyncByteStream):
                         if self._trace is not None:
                             self._trace.read(part)
                         yield part
-                if stream is None or stream.is_over:
+                if stream is None or stream.is_finished:
                     if self._trace is not None:
                         self._trace.answered()
                     return

@@ -194,9 +194,9 @@ def check_context(model: str, arguments: Sequence[str], environment: Mapping[str
     Raises:
         ConfigError: with the longest that it has.
     """
-    asked, path = number_of(arguments, "--max-model-len"), Path(model).expanduser() / "config.json"
+    requested_len, path = number_of(arguments, "--max-model-len"), Path(model).expanduser() / "config.json"
     may_be_longer = _LONGER_CONTEXT_ENV in environment or any("hf" in a and "overrides" in a for a in arguments)
-    if asked is None or may_be_longer or not path.is_file():
+    if requested_len is None or may_be_longer or not path.is_file():
         return
     try:
         config = json.loads(path.read_bytes())
@@ -204,9 +204,9 @@ def check_context(model: str, arguments: Sequence[str], environment: Mapping[str
         is_plain = _has_plain_positions(config)
     except (ValueError, TypeError, AttributeError):
         return
-    if lengths and is_plain and asked > max(lengths):
+    if lengths and is_plain and requested_len > max(lengths):
         raise ConfigError(
-            f"max_model_len is {asked}, this model has positions for {max(lengths)} tokens ({path}): lower "
+            f"max_model_len is {requested_len}, this model has positions for {max(lengths)} tokens ({path}): lower "
             "max_model_len"
         )
 
@@ -440,8 +440,8 @@ def server_environment(
     api_key: str, cache: CacheConfig | VLLMOffload | None, extra: Mapping[str, str] | None, *, engine_id: str
 ) -> dict[str, str]:
     """Return the environment of the server: ours, the key (not on its command line, where others could read it)."""
-    is_said = isinstance(cache, CacheConfig) and cache.kv_cache_bytes is not None
-    default = {} if is_said else {CPU_KV_CACHE_BYTES_ENV: str(1 << 30)}
+    is_configured = isinstance(cache, CacheConfig) and cache.kv_cache_bytes is not None
+    default = {} if is_configured else {CPU_KV_CACHE_BYTES_ENV: str(1 << 30)}
     return {
         **({} if cache is None else {_RESERVED_CORES_ENV: "1"}),
         **os.environ,

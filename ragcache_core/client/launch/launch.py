@@ -115,8 +115,8 @@ def launch_digest(
     variables = sorted(
         (k, v) for k, v in environment.items() if k.startswith(("VLLM_", "CUDA_", "PYTHONHASH")) and k != "VLLM_API_KEY"
     )
-    told = [str(folder.resolve()) if files else model, facts, cache.block_size, chunks, list(arguments), variables]
-    return hashlib.sha256(json.dumps(told).encode()).hexdigest()[:32]
+    key_parts = [str(folder.resolve()) if files else model, facts, cache.block_size, chunks, list(arguments), variables]
+    return hashlib.sha256(json.dumps(key_parts).encode()).hexdigest()[:32]
 
 
 def _forget_all() -> None:
@@ -160,9 +160,9 @@ def launch_server(settings: LaunchSettings) -> LaunchedServer:
     num_engines = num_engines_of(given)
     cache = settings.cache
     if isinstance(cache, CacheConfig):
-        asked, cache = cache, _resolved(cache, cancel)
-        most_host_bytes = asked.most_host_bytes()
-        if asked.host_bytes is None:
+        given_cache, cache = cache, _resolved(cache, cancel)
+        most_host_bytes = given_cache.most_host_bytes()
+        if given_cache.host_bytes is None:
             cache = cache.model_copy(update={"host_bytes": (cache.host_bytes or 0) // settings.num_ranks})
             most_host_bytes = None if most_host_bytes is None else most_host_bytes // settings.num_ranks
         cache, most_host_bytes = _share(cache, most_host_bytes, num_engines)
@@ -182,8 +182,8 @@ def launch_server(settings: LaunchSettings) -> LaunchedServer:
         *named,
         *given,
     ]
-    told = {HANG_TIMEOUT_ENV: f"{settings.hang_timeout_s or 0:g}", **env}
-    environment = server_environment(api_key, cache, told, engine_id=engine_id)
+    variables = {HANG_TIMEOUT_ENV: f"{settings.hang_timeout_s or 0:g}", **env}
+    environment = server_environment(api_key, cache, variables, engine_id=engine_id)
     log = settings.log_path or new_log_path(port)
     # Of a log that is a stream a bar would stand between the lines.
     progress = False if settings.progress is None and is_stream(log) else settings.progress
@@ -260,8 +260,8 @@ def _resolved(cache: CacheConfig, cancel: threading.Event) -> CacheConfig:
     Raises:
         ConfigError: it cannot work here.
     """
-    patience_s = _SHUTDOWN_TIMEOUT_S if sweep_shared_memory() else 0.0
-    ends_s = time.monotonic() + patience_s
+    timeout_s = _SHUTDOWN_TIMEOUT_S if sweep_shared_memory() else 0.0
+    ends_s = time.monotonic() + timeout_s
     while True:
         try:
             return cache.resolved()

@@ -73,10 +73,10 @@ class ServerLog:
         """Close our end: the server has its own now, or was not started. Once."""
         os.close(self.descriptor)
 
-    def text(self, *, is_over: bool = False) -> str:
-        """Return what was logged so far; nothing if the file was removed. ``is_over``: the server has ended."""
+    def text(self, *, has_exited: bool = False) -> str:
+        """Return what was logged so far; nothing if the file was removed. ``has_exited``: the server has ended."""
         if self._pump is not None:
-            if is_over:
+            if has_exited:
                 self._pump.join(_DRAINED_S)
             return bytes(self._kept).decode(errors="replace")
         try:
@@ -194,7 +194,7 @@ class ServerProcess:
 
     def log_text(self) -> str:
         """Return what this run has logged so far, of a stream the end of it; nothing if the log was removed."""
-        return self._log.text(is_over=self.returncode is not None)
+        return self._log.text(has_exited=self.returncode is not None)
 
     def last_words(self) -> str:
         """Return why it ended as far as its log tells, in one line, with the path of the log."""
@@ -203,8 +203,8 @@ class ServerProcess:
         errors = [i for i in errors if not _POINTS_ELSEWHERE.search(lines[i])] or errors
         begin = errors[-1] if errors else max(len(lines) - 1, 0)
         more = takewhile(lambda line: not line.startswith("Traceback"), lines[begin + 1 : begin + _LAST_LINES])
-        said = " ".join(map(unprefixed, [*lines[begin : begin + 1], *more])) or "it logged nothing"
-        return f"{said[:_MAX_LAST_WORDS]} (log: {self.log_path})"
+        last_lines = " ".join(map(unprefixed, [*lines[begin : begin + 1], *more])) or "it logged nothing"
+        return f"{last_lines[:_MAX_LAST_WORDS]} (log: {self.log_path})"
 
     def wait(self) -> int:
         """Wait until the server's main process has ended; return its exit status."""
@@ -215,7 +215,7 @@ class ServerProcess:
 
         May be repeated. A fork of the owner does not own the server: there it does nothing.
         """
-        if not self._is_ours():
+        if not self._is_owned():
             return
         if self._popen.poll() is None:
             with contextlib.suppress(ProcessLookupError):
@@ -226,7 +226,7 @@ class ServerProcess:
 
     def kill(self) -> None:
         """End the whole tree now. Returns once all of it is gone; may be repeated."""
-        if not self._is_ours():
+        if not self._is_owned():
             return
         self._popen.poll()
         kill_session(self._popen.pid)
@@ -235,7 +235,7 @@ class ServerProcess:
             self._popen.stdin.close()
         self._is_gone = True  # from here on the number may be another process's
 
-    def _is_ours(self) -> bool:
+    def _is_owned(self) -> bool:
         return not self._is_gone and os.getpid() == self._owner_pid
 
 

@@ -41,7 +41,7 @@ def launch_ranks(
         EngineClosedError: the launch was given up.
     """
     ranks = plan_ranks(size, settings)
-    given_up = settings.cancel or threading.Event()
+    cancelled = settings.cancel or threading.Event()
     cancels = [threading.Event() for _ in ranks]  # which each server keeps: set, it is not started again
     with ThreadPoolExecutor(len(ranks), thread_name_prefix="ragcache-rank") as threads:
         starting = [
@@ -49,7 +49,7 @@ def launch_ranks(
             for rank, own in zip(ranks, cancels, strict=True)
         ]
         try:
-            _wait(starting, given_up)
+            _wait(starting, cancelled)
             return [server.result() for server in starting]
         except BaseException as error:
             for cancel in cancels:
@@ -70,7 +70,7 @@ def _close(starting: Future[LaunchedServer]) -> None:
         starting.result().supervisor.close()
 
 
-def _wait(starting: list[Future[LaunchedServer]], given_up: threading.Event) -> None:
+def _wait(starting: list[Future[LaunchedServer]], cancelled: threading.Event) -> None:
     """Wait until all are ready.
 
     Raises:
@@ -81,7 +81,7 @@ def _wait(starting: list[Future[LaunchedServer]], given_up: threading.Event) -> 
         done, left = wait(left, timeout=_HEALTH_CHECK_INTERVAL_S, return_when=FIRST_COMPLETED)
         for each in done:
             each.result()
-        if given_up.is_set():
+        if cancelled.is_set():
             raise EngineClosedError("the launch was aborted before its servers were ready")
 
 

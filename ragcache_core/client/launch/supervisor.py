@@ -57,13 +57,13 @@ class Activity:
         self._moved_at_s = clock()
         self._num_bytes = 0
         self._log_size = 0
-        self._said: set[str] = set()
+        self._logged_lines: set[str] = set()
 
-    def is_stuck(self, log: str, patience_s: float) -> bool:
-        """Return whether there was no progress for ``patience_s`` seconds; ``log`` is what was logged so far."""
-        if self._says_news(log):
+    def is_stuck(self, log: str, timeout_s: float) -> bool:
+        """Return whether there was no progress for ``timeout_s`` seconds; ``log`` is what was logged so far."""
+        if self._has_new_lines(log):
             self._moved_at_s = self._clock()
-        if self._clock() - self._moved_at_s <= patience_s:
+        if self._clock() - self._moved_at_s <= timeout_s:
             return False
         num_bytes = self._num_bytes_moved()
         if num_bytes - self._num_bytes < _MOVED_BYTES:
@@ -71,12 +71,12 @@ class Activity:
         self._num_bytes, self._moved_at_s = num_bytes, self._clock()
         return False
 
-    def _says_news(self, log: str) -> bool:
+    def _has_new_lines(self, log: str) -> bool:
         if len(log) == self._log_size:
             return False
-        self._log_size, num_lines = len(log), len(self._said)
-        self._said.update(unprefixed(line.strip()) for line in log.splitlines())
-        return len(self._said) > num_lines
+        self._log_size, num_lines = len(log), len(self._logged_lines)
+        self._logged_lines.update(unprefixed(line.strip()) for line in log.splitlines())
+        return len(self._logged_lines) > num_lines
 
 
 class LoadProgress:
@@ -109,7 +109,7 @@ class LoadProgress:
         """Move to the last stage that ``log`` tells of."""
         reached = max((i for i, (_, sign) in enumerate(STAGES) if sign in log), default=0)
         if reached > self._stage:
-            self._bar.say(f"engine: {STAGES[reached][0]}")
+            self._bar.show(f"engine: {STAGES[reached][0]}")
             self._bar.move_to(reached)
             if self._on_stage is not None:
                 self._on_stage(STAGES[reached][0])
@@ -117,7 +117,7 @@ class LoadProgress:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         if kind is None:
-            self._bar.say("engine: ready")
+            self._bar.show("engine: ready")
             self._bar.move_to(len(STAGES))
         self._bar.__exit__(kind, error, tb)
 
@@ -172,9 +172,9 @@ class Supervisor:
         self._lock = threading.Lock()
         self._health = Health.RESTARTING
         self._run = 0
-        self._alive_at_s = self._asked_at_s = 0.0
+        self._alive_at_s = self._checked_at_s = 0.0
         self._suspected_at_s = 0.0
-        self._why_gone = ""
+        self._exit_reason = ""
         self._num_slow_checks = self._num_refused = 0
         self._process: ServerProcess | None = None
         # Loopback: no proxy of the environment, no certificates.
@@ -208,7 +208,7 @@ class Supervisor:
         return None  # what hangs is killed, which ends every read
 
     def exit_reason(self) -> str:
-        return self._why_gone
+        return self._exit_reason
 
     def request_health_check(self, run: int) -> None:
         with self._lock:
@@ -234,7 +234,7 @@ class Supervisor:
         try:
             self._process.stop(grace_s)
         finally:
-            self._give_up("the engine was closed: launch or connect again")
+            self._stop_supervising("the engine was closed: launch or connect again")
             self._http.close()
 
     def _watch(self) -> None:
@@ -245,7 +245,7 @@ class Supervisor:
                 if self._has_died() and not self._closing.is_set():
                     self._restart()
         except BaseException as error:  # requests that wait for a restart must be told that there is none
-            self._give_up(f"the engine's supervisor failed ({type(error).__name__}: {error}): launch it again")
+            self._stop_supervising(f"the engine's supervisor failed ({type(error).__name__}: {error}): launch it again")
             raise
 
     def _has_died(self) -> bool:
@@ -254,7 +254,7 @@ class Supervisor:
             return True
         with self._lock:
             is_suspected = self._suspected_at_s > self._alive_at_s
-        is_due = time.monotonic() - self._asked_at_s >= _LOOK_S
+        is_due = time.monotonic() - self._checked_at_s >= _LOOK_S
         return (is_suspected or is_due) and self._fails_its_check(is_suspected)
 
     def _fails_its_check(self, is_suspected: bool) -> bool:
@@ -284,12 +284,12 @@ class Supervisor:
         Raises:
             httpx.TimeoutException: it is slow. httpx.HTTPError, OSError: it accepts no connection, or cuts it.
         """
-        self._asked_at_s = asked_at_s = time.monotonic()
+        self._checked_at_s = checked_at_s = time.monotonic()
         answer = self._http.get(self._health_url)
         self._num_slow_checks, self._num_refused, self._detector = 0, 0, None
         self._hang = hang_of(answer)
         if is_alive := answer.status_code == 200:
-            self._alive_at_s = asked_at_s
+            self._alive_at_s = checked_at_s
         return is_alive
 
     def _restart(self) -> None:
@@ -323,7 +323,7 @@ class Supervisor:
                 self._closing.wait(pause_s)
                 self._run_once(LoadProgress.silent())
             except EngineClosedError as error:
-                self._give_up(str(error))
+                self._stop_supervising(str(error))
                 return
             except (EngineStartError, OSError) as error:
                 event, failure = "did not start", str(error)
@@ -334,13 +334,13 @@ class Supervisor:
                 )
                 return
         last = f"; the last restart failed: {failure}" if failure else ""
-        self._give_up(
+        self._stop_supervising(
             f"the engine {died}: {why}. It was restarted {len(self._restarted_s)} times, the limit in "
             f"{self._restart_window_s:g} s or in one series of failures{last}. Launch it again"
         )
 
-    def _give_up(self, why: str) -> None:
-        self._why_gone = why
+    def _stop_supervising(self, why: str) -> None:
+        self._exit_reason = why
         self._health = Health.GONE
         self._on_end()
 

@@ -22,7 +22,7 @@ from ragcache_core.types import DocId
 
 _TIMEOUT = httpx.Timeout(10.0, connect=5.0)
 """The engine answers between two steps."""
-_ASK_EVERY_S = 1.0
+_POLL_INTERVAL_S = 1.0
 _NUM_AT_ONCE = 2
 """Questions of who waits: an answer that is on its way does not know what has just been cached."""
 _FIRST_PAUSE_S = 0.1
@@ -237,18 +237,18 @@ class CachedPrefixes(CachedPrefixIndex):
         part_pause_s = _PART_PAUSE_S
         while True:
             answer = await self._ask(client, cursor)
-            told = answer["engines"]  # what was before a reset serves until all is complete
+            reports = answer["engines"]  # what was before a reset serves until all is complete
             cursor = str(answer["cursor"])
-            if len(told) > _MAX_ENGINES or len(cursor) > _MAX_CURSOR_CHARS:
-                raise ValueError(f"{len(told)} engines and a cursor of {len(cursor)} characters are too many")
-            engines = [CachedPaths() if each["is_reset"] else engines[i] for i, each in enumerate(told)]
+            if len(reports) > _MAX_ENGINES or len(cursor) > _MAX_CURSOR_CHARS:
+                raise ValueError(f"{len(reports)} engines and a cursor of {len(cursor)} characters are too many")
+            engines = [CachedPaths() if each["is_reset"] else engines[i] for i, each in enumerate(reports)]
             read = {id(paths) for paths in self._engines or ()}
-            for paths, each in zip(engines, told, strict=True):
+            for paths, each in zip(engines, reports, strict=True):
                 # No reader has a copy that is not complete yet.
                 with self._changing() if id(paths) in read else nullcontext():
                     paths.apply(each["changes"])
             if not answer["is_complete"]:
-                await asyncio.sleep(min(part_pause_s, _ASK_EVERY_S))
+                await asyncio.sleep(min(part_pause_s, _POLL_INTERVAL_S))
                 part_pause_s *= _PART_PAUSE_GROWTH
             else:
                 part_pause_s = _PART_PAUSE_S
@@ -262,7 +262,7 @@ class CachedPrefixes(CachedPrefixIndex):
         """Wait until it is time to ask again, or a caller of :meth:`refresh` waits."""
         if self._num_at_once == 0:
             with suppress(TimeoutError):
-                async with asyncio.timeout(_ASK_EVERY_S):  # wait_for may lose a cancellation
+                async with asyncio.timeout(_POLL_INTERVAL_S):  # wait_for may lose a cancellation
                     await self._is_wanted.wait()
             self._is_wanted.clear()
         self._num_at_once = max(self._num_at_once - 1, 0)

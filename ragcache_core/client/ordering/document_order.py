@@ -112,8 +112,8 @@ class OrderingClient:
         prefix: bytes | None,
     ) -> Choice:
         """Do :func:`~ragcache_core.swaps.prefer_cached` by what the engine has; without knowing it, choose the best."""
-        asked: dict[str, Any] = {"order": order, "keep_first": keep_first, "prefix": prefix}
+        options: dict[str, Any] = {"order": order, "keep_first": keep_first, "prefix": prefix}
         chosen = self._cached.look(
-            lambda engines: prefer_cached(candidates, scores, k, engines, max_score_loss=max_score_loss, **asked)
+            lambda engines: prefer_cached(candidates, scores, k, engines, max_score_loss=max_score_loss, **options)
         )
         return chosen or Choice(tuple(range(min(k, len(candidates)))))

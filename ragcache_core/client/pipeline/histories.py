@@ -131,11 +131,11 @@ class Histories:
         self.folder = folder
         self._at = lru_cache(_MOST_KEPT)(lambda path: SourceHistory(PersistentHistory(path)))
 
-    def of(self, source: object, settings: Sequence[object], *, otherwise: SourceHistory) -> SourceHistory:
-        """Return what is known of a source that is searched with ``settings``; of one without a name ``otherwise``."""
+    def of(self, source: object, settings: Sequence[object], *, default: SourceHistory) -> SourceHistory:
+        """Return what is known of a source that is searched with ``settings``; of one without a name ``default``."""
         identity = getattr(source, "identity", None)
         if not isinstance(identity, str) or not identity:
-            return otherwise
+            return default
         named = json.dumps([identity, *map(repr, settings)])
         key = hashlib.sha256(named.encode("utf-8", "surrogatepass")).hexdigest()[:32]
         folder = self.folder or Path(platformdirs.user_cache_dir("ragcache")) / "stages"
@@ -170,7 +170,7 @@ class PersistentHistory(StageStabilityStats):
 
     def _save(self) -> None:
         self._num_unsaved = 0
-        known = {stage: said for stage, said in self.learnt.items() if self.is_known(stage)}
+        known = {stage: counts for stage, counts in self.learnt.items() if self.is_known(stage)}
         if not any(_differ(self._saved.get(stage), recent) for stage, recent in known.items()):
             return
         try:
@@ -192,7 +192,7 @@ def _read(path: Path) -> dict[int, StageRecord]:
     try:
         match json.loads(path.read_bytes()):
             case {"format": int(version), "stages": dict(stages)} if version == _FORMAT:
-                return {int(stage): _checked(*said) for stage, said in stages.items()}
+                return {int(stage): _checked(*counts) for stage, counts in stages.items()}
     except (OSError, ValueError, TypeError) as error:
         logger.debug("nothing is known of a search's stages: %s", error)
     return {}

@@ -49,9 +49,9 @@ class _LoadWatch:
 
     def __init__(self, client: SpeculationClient, tasks: SearchTasks[PipelineResult]) -> None:
         self._client, self._tasks = client, tasks
-        self._is_asking = False
+        self._is_polling = False
         self._poll_s = _FIRST_POLL_S
-        self._told_s = 0.0
+        self._reported_at_s = 0.0
         self._num_full = 0
         self.latest: EngineLoad | None = None
         self.most_full = 0
@@ -60,7 +60,7 @@ class _LoadWatch:
     @property
     def is_fresh(self) -> bool:
         """Whether what it said last may start something."""
-        return time.perf_counter() - self._told_s < _LOAD_FRESH_S
+        return time.perf_counter() - self._reported_at_s < _LOAD_FRESH_S
 
     @property
     def has_room(self) -> bool:
@@ -69,17 +69,17 @@ class _LoadWatch:
 
     def ask(self, on_reported: _OnLoad, *, at_once: bool = False) -> None:
         """Have ``on_reported`` called with the load, or with why it is not known; not at once where it is busy."""
-        if not self._is_asking:
-            self._is_asking = True
+        if not self._is_polling:
+            self._is_polling = True
             self._tasks.spawn(self._ask(on_reported, 0.0 if at_once else self._poll_s))
 
     def note(self, load: EngineLoad) -> None:
         """Take in what it said."""
-        self.latest, self._told_s = load, time.perf_counter()
+        self.latest, self._reported_at_s = load, time.perf_counter()
         self._num_full = 0 if load.has_room else self._num_full + 1
         self.most_full = max(self.most_full, self._num_full)
 
-    def ask_less(self) -> None:
+    def poll_less(self) -> None:
         """Wait longer before the next questions."""
         self._poll_s = min(2 * self._poll_s, _LAST_POLL_S)
 
@@ -94,7 +94,7 @@ class _LoadWatch:
         self._tasks.put(partial(self._emit, on_reported, load, why_not))
 
     async def _emit(self, on_reported: _OnLoad, load: EngineLoad | None, why_not: str) -> PipelineResult | None:
-        self._is_asking = False
+        self._is_polling = False
         return await on_reported(load, why_not)
 
 
@@ -192,7 +192,7 @@ class SearchRun:
             self._tally.cannot = "there is no engine to speculate on" if self._load is None else "speculation is off"
         elif self._history is not None and self._history.never_worthwhile:
             self._tally.cannot = _LOW_HIT_RATE
-        self._ask_load(at_once=True)
+        self._poll_load(at_once=True)
         while True:
             result = await self._tasks.handle_next()
             await self._emit()
@@ -244,7 +244,7 @@ class SearchRun:
             if self._pipeline.is_deferred:
                 if not is_fresh:
                     self._make_ahead()
-                self._ask_load(at_once=not is_fresh)
+                self._poll_load(at_once=not is_fresh)
         return None
 
     def _is_promising(self, stage: int) -> bool:
@@ -313,7 +313,7 @@ class SearchRun:
 
     # The engine's load
 
-    def _ask_load(self, *, at_once: bool = False) -> None:
+    def _poll_load(self, *, at_once: bool = False) -> None:
         if self._load is not None and self._tally.cannot is None:
             self._load.ask(self._on_load, at_once=at_once)
 
@@ -333,8 +333,8 @@ class SearchRun:
             self._prefetch()
         self._drop_ahead()  # no thread waits to send
         if self._pipeline.is_deferred:
-            self._ask_load()
-            self._load.ask_less()
+            self._poll_load()
+            self._load.poll_less()
 
     @property
     def _has_room(self) -> bool:
@@ -430,7 +430,7 @@ class SearchRun:
             self._live = None
             self._pipeline.on_failed(started.number)
             if self._pipeline.is_deferred:
-                self._ask_load()
+                self._poll_load()
 
     def _count_cancelled(self, started: StartedSpeculation) -> None:
         self._tally.num_cancelled += 1
@@ -445,12 +445,12 @@ class SearchRun:
         events, self._events = self._events, []
         if self._trace is not None:
             for event in events:
-                self._trace.tell(event)
+                self._trace.record_event(event)
         if self._on_event is None:
             return
         for event in events:
-            if (told := self._on_event(event)) is not None:
-                await told
+            if (awaitable := self._on_event(event)) is not None:
+                await awaitable
 
     def _now_s(self) -> float:
         return time.perf_counter() - self._began_s

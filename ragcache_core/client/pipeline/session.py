@@ -50,7 +50,7 @@ class SearchSession:
         """Own the result of the search, and its speculation."""
         self._result = result
 
-    def asking(self) -> AbstractContextManager[None]:
+    def model_call(self) -> AbstractContextManager[None]:
         """Ask the model in this question's scope: the request joins what was sent ahead of it, not of an equal one."""
         return request_scope(self._scope)
 
@@ -58,7 +58,7 @@ class SearchSession:
         """Yield what ``parts`` does, which asks the model in this question's scope; close them in the end."""
         with closing(parts):
             while True:
-                with self.asking():
+                with self.model_call():
                     try:
                         part = next(parts)
                     except StopIteration:
@@ -69,7 +69,7 @@ class SearchSession:
         """Yield what ``parts`` does, which asks the model in this question's scope; close them in the end."""
         async with aclosing(parts):
             while True:
-                with self.asking():
+                with self.model_call():
                     try:
                         part = await anext(parts)
                     except StopAsyncIteration:

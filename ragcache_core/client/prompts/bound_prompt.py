@@ -370,9 +370,11 @@ def _drafted(prompt: Any, format_docs: FormatDocuments | None, context: str, que
 
 def _of_layout(layout: PromptLayout, format_docs: FormatDocuments | None) -> _Template:
     def fill(context: str, unknown: Mapping[str, int]) -> list[ChatMessage]:
-        asked = unknown["question"]
-        hint = (layout.relevance_hint or "") if asked else ""  # shown where the documents are reordered: not known here
-        return layout.messages_of(context, UNKNOWN[asked], hint)
+        query_name = unknown["question"]
+        hint = (
+            (layout.relevance_hint or "") if query_name else ""
+        )  # shown where the documents are reordered: not known here
+        return layout.messages_of(context, UNKNOWN[query_name], hint)
 
     def show(shown: Sequence[Any], documents: Sequence[Document]) -> Any:
         return format_docs(shown) if format_docs is not None else layout.context(documents)
@@ -382,8 +384,8 @@ def _of_layout(layout: PromptLayout, format_docs: FormatDocuments | None) -> _Te
 
 def _caller(prompt: Callable[..., Any]) -> Callable[[str, Mapping[str, int]], list[ChatMessage]]:
     def fill(context: str, unknown: Mapping[str, int]) -> list[ChatMessage]:
-        (asked,) = unknown.values()
-        return [_message(m) for m in prompt(context, UNKNOWN[asked])]
+        (query_name,) = unknown.values()
+        return [_message(m) for m in prompt(context, UNKNOWN[query_name])]
 
     return fill
 

@@ -24,7 +24,7 @@ from ragcache_core.client.prompts.request_plan import (
     plan_tokens,
 )
 from ragcache_core.client.prompts.retrieved_documents import RETRIEVED
-from ragcache_core.client.prompts.server_tokenizer import ServerTokenizer, fields_of, is_rendered_alike
+from ragcache_core.client.prompts.server_tokenizer import ServerTokenizer, can_use_tokenize_route, fields_of
 from ragcache_core.client.prompts.tool_calls import ToolCalls
 from ragcache_core.client.speculation.request_capture import current_scope
 from ragcache_core.errors import EngineError, PromptError, PromptTooLongError
@@ -104,9 +104,9 @@ class PromptClient:
         Raises:
             EngineError: the server cannot be asked.
         """
-        told = (body.get("kv_transfer_params") or {}).get("prompt_token_ids") or body.get("prompt")
-        if isinstance(told, list) and all(isinstance(token, int) for token in told):
-            return told
+        prompt_tokens = (body.get("kv_transfer_params") or {}).get("prompt_token_ids") or body.get("prompt")
+        if isinstance(prompt_tokens, list) and all(isinstance(token, int) for token in prompt_tokens):
+            return prompt_tokens
         try:
             if isinstance(messages := body.get("messages"), list) and messages and self.tokenizer.finds_documents:
                 return self.tokenizer.lay_out(messages, (), settings=body).token_ids
@@ -128,8 +128,8 @@ class PromptClient:
 
         ``answer`` returns its message as the next request will send it back.
         """
-        if plan.asked is not None:
-            self._tool_calls.add(plan.asked, answer())
+        if plan.tool_chat is not None:
+            self._tool_calls.add(plan.tool_chat, answer())
 
     def plan_rendered(
         self,
@@ -195,9 +195,9 @@ class PromptClient:
         if not fields and all(map(_is_plain, sent)):
             if self._bound is None:
                 is_prefilled = current_scope() is None  # inside a scope the whole answer is asked ahead
-                self._learner.see(messages, searches, RETRIEVED.searches(), is_prefilled=is_prefilled)
+                self._learner.observe(messages, searches, RETRIEVED.searches(), is_prefilled=is_prefilled)
         else:
-            self._tool_calls.see(messages, searches)
+            self._tool_calls.observe(messages, searches)
         if shown:
             self._scopes.note(settings)
         needs_tokens |= bool(shown) and not self.tokenizer.names_documents
@@ -224,7 +224,7 @@ class PromptClient:
                 **changed_messages(messages, sent),
             },
             num_chars=sum(len(text) for message in sent for text in texts_of(message.get("content"))),
-            asked=ChatWithTools(sent, settings, list(dict.fromkeys(each[:2] for each in shown)))
+            tool_chat=ChatWithTools(sent, settings, list(dict.fromkeys(each[:2] for each in shown)))
             if fields.get("tools")
             else None,
         )
@@ -237,7 +237,7 @@ class PromptClient:
         Raises:
             PromptTooLongError: it does not fit into the context window.
         """
-        if not self.tokenizer.finds_documents or not is_rendered_alike(settings):
+        if not self.tokenizer.finds_documents or not can_use_tokenize_route(settings):
             return None
         try:
             prompt = self.tokenizer.lay_out(messages, shown, settings=settings)

@@ -37,7 +37,8 @@ class LearnedLayout:
                  `------- the message that shows documents -----'
 
     ``head`` and ``gap`` may hold marks for the next document's number and id. ``num_documents`` of them are laid out
-    regularly: 0 none, 1 the first, ``None`` all. The question begins at ``tail[asked]``; ``tail`` is only rendered.
+    regularly: 0 none, 1 the first, ``None`` all. The question begins at ``tail[question_start]``; ``tail``
+    is only rendered.
     """
 
     before: tuple[ChatMessage, ...]
@@ -47,7 +48,7 @@ class LearnedLayout:
     first_number: int
     num_documents: int | None
     tail: str
-    asked: int
+    question_start: int
     after: tuple[ChatMessage, ...]
     without_history: tuple[ChatMessage, ...] = ()
     """What would follow ``before`` if the chat had only begun, where ``message`` is the first of its history."""
@@ -68,9 +69,15 @@ class LearnedLayout:
         """Return the messages about ``documents`` twice, with the rest of those that were seen."""
         text = self.text(self.texts(documents))
         is_whole = self.num_documents is None or len(documents) <= self.num_documents
-        asked = self.asked if is_whole and documents else 0
+        question_start = self.question_start if is_whole and documents else 0
         one, other = (
-            [{**self.message, "content": f"{text}{self.tail[:asked]}{unknown} {self.tail[asked:]}"}, *self.after]
+            [
+                {
+                    **self.message,
+                    "content": f"{text}{self.tail[:question_start]}{unknown} {self.tail[question_start:]}",
+                },
+                *self.after,
+            ]
             for unknown in UNKNOWN
         )
         if self.without_history:
@@ -123,7 +130,7 @@ class LayoutLearner:
         with self._lock:
             return self._layout if self._num_contradictions < _MAX_CONTRADICTIONS else None
 
-    def see(
+    def observe(
         self,
         messages: Sequence[ChatMessage],
         searches: Sequence[RememberedSearch],
@@ -160,9 +167,13 @@ class LayoutLearner:
             if known is None or not is_foretold:
                 layout = seen
             else:  # what stands before the words that were searched for may be a part of a user's question
-                asked = common_prefix_len(known.tail[: known.asked], seen.tail)
+                question_start = common_prefix_len(known.tail[: known.question_start], seen.tail)
                 is_more = seen.has_more_samples_than(known)
-                layout = replace(seen, asked=min(asked, seen.asked)) if is_more else replace(known, asked=asked)
+                layout = (
+                    replace(seen, question_start=min(question_start, seen.question_start))
+                    if is_more
+                    else replace(known, question_start=question_start)
+                )
             if layout != known:
                 known = self._layout = layout
                 self._prompt = BoundPrompt(
@@ -207,12 +218,12 @@ def _find(
     last = max((search.sequence for search in searches), default=None)
     for search in sorted(newest.values(), key=lambda each: -each.sequence):
         query = (search.query or "").strip()
-        is_asked = bool(query) and any(query in m["content"] for m in messages)
+        has_query = bool(query) and any(query in m["content"] for m in messages)
         for index in reversed(range(len(messages))):  # earlier ones may be a history of the chat
             spans = locate_documents(messages[index]["content"], search.documents, [query])
             if is_whole and search.sequence != last and len(spans) < len(search.documents):
                 continue
-            if spans and (rank := (len(spans), is_asked)) > best_rank:
+            if spans and (rank := (len(spans), has_query)) > best_rank:
                 places = {doc_id: i for i, (doc_id, _) in enumerate(search.documents)}
                 best, best_rank = _Shown(search, index, tuple(spans), tuple(places[s.doc_id] for s in spans)), rank
         if best_rank == (len(search.documents), True):
@@ -225,8 +236,8 @@ def _layout_of(messages: Sequence[ChatMessage], shown: _Shown) -> LearnedLayout:
     spans, query = shown.spans, shown.search.query or ""
     head, tail = content[: spans[0].start], content[spans[-1].end :]
     after = tuple(messages[shown.index + 1 :])
-    asked = _place_of(query, tail)
-    if query and asked is None and all(_place_of(query, m["content"]) is None for m in after):
+    question_start = _place_of(query, tail)
+    if query and question_start is None and all(_place_of(query, m["content"]) is None for m in after):
         for i, text in enumerate([*(m["content"] for m in messages[: shown.index]), head]):
             if (place := _place_of(query, text)) is not None:
                 return _static_part(messages, i, place, len(query.strip()), is_question_first=True)
@@ -243,7 +254,7 @@ def _layout_of(messages: Sequence[ChatMessage], shown: _Shown) -> LearnedLayout:
         first_number=0,
         num_documents=1,
         tail=tail,
-        asked=asked or 0,
+        question_start=question_start or 0,
         after=after,
     )
     gaps = [content[one.end : other.start] for one, other in pairwise(spans)]
@@ -272,7 +283,7 @@ def _static_part(
         first_number=0,
         num_documents=0,
         tail=content[start + num_chars :],
-        asked=0,
+        question_start=0,
         after=tuple(messages[index + 1 :]),
         is_question_first=is_question_first,
     )
@@ -283,13 +294,13 @@ def _with_gap(layout: LearnedLayout, gaps: Sequence[str], doc_ids: Sequence[DocI
     head, first = layout.head, doc_ids[0]
     for number in (1, 0):
         rule = {_marked(gap, str(i + number), _NUMBER) for i, gap in enumerate(gaps, 1)}
-        if len(rule) == 1 and _ends_alike(head, next(iter(rule)), str(number), _NUMBER):
+        if len(rule) == 1 and _has_same_ending(head, next(iter(rule)), str(number), _NUMBER):
             return _regular(layout, head, rule.pop(), number)
     marked_head = _marked(head, first, _DOC_ID)
     rule = {_marked(gap, doc_id, _DOC_ID) for gap, doc_id in zip(gaps, doc_ids[1:], strict=True)}
     if not gaps:  # the separator is not known yet; an id of digits might be a number
         return layout if first.isdigit() else replace(layout, head=marked_head)
-    if len(rule) == 1 and _ends_alike(head, next(iter(rule)), first, _DOC_ID):
+    if len(rule) == 1 and _has_same_ending(head, next(iter(rule)), first, _DOC_ID):
         return _regular(layout, marked_head, rule.pop(), 0)
     return _regular(layout, head, gaps[0], 0) if len(set(gaps)) == 1 else layout
 
@@ -306,7 +317,7 @@ def _marked(text: str, word: str, mark: str) -> str:
     return text[: found[-1].start()] + mark + text[found[-1].end() :] if found else text
 
 
-def _ends_alike(head: str, gap: str, first: str, mark: str) -> bool:
+def _has_same_ending(head: str, gap: str, first: str, mark: str) -> bool:
     """Return whether the mark of a gap stands for ``first`` before the first document."""
     _, found, end = gap.rpartition(mark)
     return bool(found) and head.endswith(first + end)

@@ -94,15 +94,15 @@ class RequestPlan:
 
     ``extra_body`` is merged into the body of the request. ``doc_ids`` are the documents that the prompt shows, in its
     order, and ``num_chars`` its length, as text. ``prompt`` is known where its tokens are: the prompt was rendered
-    before, or its request has a deadline. ``asked`` is the chat that the request is of, if the model may answer it with
-    the call of a tool. ``deadline`` is that of the request, if it has one.
+    before, or its request has a deadline. ``tool_chat`` is the chat of the request, if the model may answer
+    with the call of a tool. ``deadline`` is that of the request, if it has one.
     """
 
     extra_body: dict[str, Any] = field(default_factory=dict)
     doc_ids: tuple[DocId, ...] = ()
     num_chars: int = 0
     prompt: RenderedPrompt | None = None
-    asked: ChatWithTools | None = None
+    tool_chat: ChatWithTools | None = None
     deadline: DeadlineReport | None = None
 
     def stats(self, usage: Mapping[str, Any] | None, *, ttft_s: float | None, total_s: float) -> RequestStats:

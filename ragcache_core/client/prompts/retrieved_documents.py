@@ -25,21 +25,21 @@ class DocumentHint:
         """``cure`` are the framework's own ways."""
         self._cure = cure
         self._num_long_prompts = 0
-        self._is_settled = self._is_told = False
+        self._is_settled = self._is_reported = False
         self._search: RememberedSearch | None = None
 
-    def see(self, plan: RequestPlan) -> None:
+    def observe(self, plan: RequestPlan) -> None:
         """Look at a request; one that may only be about to search says nothing."""
-        if self._is_told or plan.asked is not None:
+        if self._is_reported or plan.tool_chat is not None:
             return
         before, self._search = self._search, next(iter(RETRIEVED.searches()), None)
         if plan.doc_ids:
             self._is_settled, self._num_long_prompts = True, 0
             return
-        is_asked_for = not self._is_settled or self._search is not before
-        self._num_long_prompts += is_asked_for and plan.num_chars >= _LONG_PROMPT_CHARS
+        is_requested = not self._is_settled or self._search is not before
+        self._num_long_prompts += is_requested and plan.num_chars >= _LONG_PROMPT_CHARS
         if self._num_long_prompts == _NUM_LONG_PROMPTS:
-            self._is_told = True
+            self._is_reported = True
             logger.warning(
                 "RC-DOCUMENTS-UNKNOWN: %d prompts of %d characters or more, and no known document in any: if they do "
                 "hold documents, these are cached as unnamed text, and not in the statistics. %s",

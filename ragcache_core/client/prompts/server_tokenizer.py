@@ -110,10 +110,10 @@ class ServerTokenizer:
         with self._lock:
             if (kept := self._kept.get(key)) is not None:
                 return kept
-        asked = Call(
+        call = Call(
             "/v1/ragcache/prompt", _read, method="POST", body={**body, "model": self._model}, timeout=_TIMEOUT_S
         )
-        token_ids, segments = self._api.ask(asked)
+        token_ids, segments = self._api.ask(call)
         prompt = RenderedPrompt(tuple(messages) if other is None else (), token_ids, segments)
         with self._lock:
             self._kept[key] = prompt
@@ -122,8 +122,8 @@ class ServerTokenizer:
         return prompt
 
     def _tokenized(self, body: Mapping[str, Any]) -> tuple[int, ...]:
-        asked = Call("/tokenize", _read_tokens, method="POST", body={**body, "model": self._model}, timeout=_TIMEOUT_S)
-        return self._api.ask(asked)
+        call = Call("/tokenize", _read_tokens, method="POST", body={**body, "model": self._model}, timeout=_TIMEOUT_S)
+        return self._api.ask(call)
 
 
 def fields_of(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -143,7 +143,7 @@ def fields_of(settings: Mapping[str, Any]) -> dict[str, Any]:
     return {**fields, "chat_template_kwargs": variables} if variables else fields
 
 
-def is_rendered_alike(settings: Mapping[str, Any]) -> bool:
+def can_use_tokenize_route(settings: Mapping[str, Any]) -> bool:
     """Return whether ``/tokenize`` knows all that the prompt of a request with these ``settings`` depends on."""
     given = {**settings, **(settings.get("extra_body") or {})}
     if any(given.get(name) is not None for name in _NOT_OF_TOKENIZE):

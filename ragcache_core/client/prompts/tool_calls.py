@@ -28,7 +28,7 @@ _USUAL = LearnedLayout(
     first_number=0,
     num_documents=None,
     tail="",
-    asked=0,
+    question_start=0,
     after=(),
 )
 """How the retriever tools of LangChain and LlamaIndex show documents, unless they are told otherwise."""
@@ -46,24 +46,24 @@ class ToolCalls:
         self._waiting: OrderedDict[str, _ParsedCall] = OrderedDict()
         self._tools: OrderedDict[str, _Tool] = OrderedDict()
 
-    def add(self, asked: ChatWithTools, answer: ChatMessage) -> None:
+    def add(self, tool_chat: ChatWithTools, answer: ChatMessage) -> None:
         """Record that a model answered a chat with the calls of ``answer``, a message as it will be sent back."""
         ids: tuple[str, ...] = ()
         for call_id, name, arguments in _calls_of(answer):
             ids, tool = (*ids, call_id), self._tool_of(name)
             layout = tool.learner.layout or _USUAL
             prompt = BoundPrompt(
-                _NextPrompt(asked, answer, ids, layout),
+                _NextPrompt(tool_chat, answer, ids, layout),
                 self._tokenizer,
                 max_model_len=self._max_model_len,
                 has_documents=layout.num_documents != 0,
-                scope=self._scopes.read(asked.settings),
-                settings=asked.settings,
+                scope=self._scopes.read(tool_chat.settings),
+                settings=tool_chat.settings,
             )
             with self._lock:
                 _put(self._waiting, call_id, _ParsedCall(tool, _texts_in(arguments), prompt), _MAX_CALLS)
 
-    def see(self, messages: Sequence[ChatMessage], searches: Sequence[RememberedSearch]) -> None:
+    def observe(self, messages: Sequence[ChatMessage], searches: Sequence[RememberedSearch]) -> None:
         """Learn from a chat that ends in results how each tool shows what ``searches`` found; they wait no longer."""
         for message in reversed(messages):
             if message.get("role") != "tool":
@@ -72,10 +72,10 @@ class ToolCalls:
                 call = self._waiting.pop(str(message.get("tool_call_id")), None)
             if call is not None:
                 shown = {**message, "content": "\n".join(texts_of(message.get("content")))}
-                call.tool.see(shown, [search for search in searches if call.asks(search.query or "")])
+                call.tool.observe(shown, [search for search in searches if call.asks(search.query or "")])
 
-    def prompt_for(self, query: str, otherwise: BoundPrompt | None) -> BoundPrompt | None:
-        """Return the next prompt of the agent whose tool searches ``query``, the newest one; ``otherwise`` else.
+    def prompt_for(self, query: str, default: BoundPrompt | None) -> BoundPrompt | None:
+        """Return the next prompt of the agent whose tool searches ``query``, the newest one; ``default`` else.
 
         That also goes before the prompt of a tool whose results have not been seen yet, unless the KV of the two is
         separate: then it is not known which of them will show the documents, and there is none.
@@ -83,10 +83,10 @@ class ToolCalls:
         with self._lock:
             found = next((call for call in reversed(self._waiting.values()) if call.asks(query)), None)
         if found is None or found.tool.shows_documents is False:
-            return otherwise
-        if found.tool.shows_documents or otherwise is None:
+            return default
+        if found.tool.shows_documents or default is None:
             return found.prompt
-        return otherwise if self._scopes.of(otherwise.scope) == found.prompt.scope else None
+        return default if self._scopes.of(default.scope) == found.prompt.scope else None
 
     def _tool_of(self, name: str) -> _Tool:
         with self._lock:
@@ -100,9 +100,9 @@ class _Tool:
     learner: LayoutLearner
     shows_documents: bool | None = None
 
-    def see(self, result: ChatMessage, searches: Sequence[RememberedSearch]) -> None:
+    def observe(self, result: ChatMessage, searches: Sequence[RememberedSearch]) -> None:
         """Learn from a result of ``searches``: what a query engine made of them shows none of their documents."""
-        self.learner.see([result], searches, is_prefilled=False)
+        self.learner.observe([result], searches, is_prefilled=False)
         if self.learner.layout is not None:
             self.shows_documents = True
         elif any(search.documents for search in searches):
@@ -127,7 +127,7 @@ class _ParsedCall:
 class _NextPrompt:
     """What an agent asks when the last call of ``answer`` here has a result; of those before it none is known."""
 
-    asked: ChatWithTools
+    tool_chat: ChatWithTools
     answer: ChatMessage
     call_ids: tuple[str, ...]
     layout: LearnedLayout
@@ -137,7 +137,7 @@ class _NextPrompt:
         *earlier, own = self.call_ids
         one, other = (
             [
-                *self.asked.messages,
+                *self.tool_chat.messages,
                 self.answer,
                 *({**_USUAL.message, "tool_call_id": call_id, "content": unknown} for call_id in earlier),
                 {**draft[0], "tool_call_id": own},
@@ -148,7 +148,7 @@ class _NextPrompt:
 
     def texts(self, documents: Sequence[Document]) -> list[tuple[DocId, str]]:
         """Return the documents as the messages show them, those that the chat showed already among them."""
-        return [*self.asked.documents, *self.layout.texts(documents)]
+        return [*self.tool_chat.documents, *self.layout.texts(documents)]
 
 
 def _calls_of(answer: ChatMessage) -> Iterator[tuple[str, str, Mapping[str, Any]]]:

@@ -22,7 +22,7 @@ _OPTIONS_CURES: Mapping[str, str] = {
     "request_router_config": "leave it out: the router is what sends a request to its documents",
 }
 _ROUTER = "ragcache_core.client.ray_serve.router.DocumentRouter"
-_PATIENCE_S = 60.0
+_TIMEOUT_S = 60.0
 _REPLICA: Mapping[str, Any] = {
     "max_ongoing_requests": 1000,  # vLLM has the queue, which knows what is cached
     "health_check_period_s": 2.0,
@@ -101,7 +101,7 @@ def ragcache_deployment(
     settings = {**engine_settings, "cache": cache, "api_key": api_key}
     replicas = deployment(LaunchedReplica).options(name="ragcache-replica", **options).bind(model, settings)
     front = deployment(Front).options(name="ragcache-front", **{**_FRONT, **(front_options or {})})
-    return front.bind(replicas, _PATIENCE_S, _key_digests(api_key, cache))
+    return front.bind(replicas, _TIMEOUT_S, _key_digests(api_key, cache))
 
 
 def build(args: dict[str, Any]) -> Any:

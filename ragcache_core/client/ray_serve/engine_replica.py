@@ -69,7 +69,7 @@ class EngineReplica:
         finally:
             await response.aclose()
 
-    async def ask_whole(self, ask: ReplicaRequest, cursors: Mapping[str, str] | None) -> tuple[str, Head, bytes]:
+    async def send_whole(self, ask: ReplicaRequest, cursors: Mapping[str, str] | None) -> tuple[str, Head, bytes]:
         """Return this replica's name, and the server's whole answer.
 
         ``cursors``, of a question about the mirror, are where it goes on: from the beginning, where it is in none.

@@ -76,12 +76,12 @@ def _metrics(bodies: Bodies) -> bytes:
 
 def _paths(bodies: Bodies) -> bytes:
     """Return what replicas have cached side by side, as one server's several engines do."""
-    told: dict[str, dict[str, Any]] = {name: json.loads(bodies[name]) for name in sorted(bodies)}
+    replies: dict[str, dict[str, Any]] = {name: json.loads(bodies[name]) for name in sorted(bodies)}
     whole = {
         "version": PATHS_VERSION,
-        "cursor": ",".join(f"{name}~{answer['cursor']}" for name, answer in told.items()),
-        "is_complete": all(answer["is_complete"] for answer in told.values()),
-        "engines": [engine for answer in told.values() for engine in answer["engines"]],
+        "cursor": ",".join(f"{name}~{answer['cursor']}" for name, answer in replies.items()),
+        "is_complete": all(answer["is_complete"] for answer in replies.values()),
+        "engines": [engine for answer in replies.values() for engine in answer["engines"]],
     }
     return json.dumps(whole, separators=(",", ":")).encode()
 
@@ -157,9 +157,9 @@ class Front:
             return _unavailable(f"none within {_PROBE_S:g} s")
 
     async def _of_one(self, ask: ReplicaRequest) -> Response:
-        asked = httpx.Request(ask.method, f"http://replica{ask.path}", headers=ask.headers, content=ask.body)
-        if asks_completion(asked):
-            read = RequestInfo.of(asked)
+        request = httpx.Request(ask.method, f"http://replica{ask.path}", headers=ask.headers, content=ask.body)
+        if asks_completion(request):
+            read = RequestInfo.of(request)
             ask.prompt = read.prompt
             if read.speculation is not None:  # it may be confirmed before it is answered
                 ask.on_chosen = partial(self._remember, read.speculation)
@@ -216,9 +216,9 @@ class Front:
     # All replicas answer
 
     async def _of_all(self, ask: ReplicaRequest, route: str) -> Response:
-        answers, failed = await self._ask_all(ask)
+        answers, failed = await self._call_all(ask)
         if route == PATHS_ROUTE and answers.keys() != (cursors := _cursors(ask)).keys() and cursors:
-            answers, failed = await self._ask_all(ask, is_anew=True)  # others are there than were
+            answers, failed = await self._call_all(ask, from_start=True)  # others are there than were
         if not answers or (failed and ask.method == "POST"):
             return _unavailable(f"not every replica answers, ask again: {failed!s:.400}")
         for (status, headers), body in answers.values():
@@ -231,25 +231,25 @@ class Front:
 
     async def _of_first(self, ask: ReplicaRequest) -> Response:
         """Return the answer of the replica that knows what another front has asked one of them."""
-        answers, failed = await self._ask_all(ask)
+        answers, failed = await self._call_all(ask)
         if not answers:
             return _unavailable(str(failed))
         (status, headers), body = min(answers.values(), key=_ignorance)
         return Response(body, status, dict(headers))
 
-    async def _ask_all(
-        self, ask: ReplicaRequest, *, is_anew: bool = False
+    async def _call_all(
+        self, ask: ReplicaRequest, *, from_start: bool = False
     ) -> tuple[dict[str, tuple[Head, bytes]], list[Any]]:
         """Return what each replica answers, by its name, and how others failed."""
         is_about_paths = ask.path.partition("?")[0] == PATHS_ROUTE
-        cursors = ({} if is_anew else _cursors(ask)) if is_about_paths else None
-        asked = self._replicas.broadcast("ask_whole", ask, cursors)
+        cursors = ({} if from_start else _cursors(ask)) if is_about_paths else None
+        calls = self._replicas.broadcast("send_whole", ask, cursors)
         try:
-            told = await asked.results_async(return_exceptions=True)
+            results = await calls.results_async(return_exceptions=True)
         except Exception as error:  # Serve's own: there are none
             return {}, [error]
-        failed = [each for each in told if isinstance(each, BaseException)]
-        return {each[0]: each[1:] for each in told if not isinstance(each, BaseException)}, failed
+        failed = [each for each in results if isinstance(each, BaseException)]
+        return {each[0]: each[1:] for each in results if not isinstance(each, BaseException)}, failed
 
 
 class _Passed(StreamingResponse):

@@ -124,21 +124,21 @@ class ReplicaStates:
         self._index = PathIndex()
         self._all: dict[str, _Replica] = {}
 
-    def update(self, told: Mapping[str, Mapping[str, Any]]) -> None:
+    def update(self, reports: Mapping[str, Mapping[str, Any]]) -> None:
         """Know the replicas that are there now, by name: their ``url`` and ``api_key``, and what each ``serves``.
 
         One that serves something else than the oldest is asked nothing.
         """
         with self._lock:
-            gone = [self._all.pop(name) for name in self._all.keys() - told.keys()]
+            gone = [self._all.pop(name) for name in self._all.keys() - reports.keys()]
             for replica in gone:
                 deque(self._index.leave(replica.load.expected), 0)
-            new = [name for name in told if name not in self._all]
+            new = [name for name in reports if name not in self._all]
         for replica in gone:  # the end of a mirror waits for its thread
             threading.Thread(target=replica.mirror.close, name="ragcache-mirror-end", daemon=True).start()
         for name in new:
-            url, serves = told[name]["url"], told[name]["serves"]
-            mirror = self._follow(url, told[name]["api_key"])
+            url, serves = reports[name]["url"], reports[name]["serves"]
+            mirror = self._follow(url, reports[name]["api_key"])
             mirror.keep_in(self._index, self._lock)
             with self._lock:
                 replica = self._all[name] = _Replica(url, serves, mirror)

@@ -112,7 +112,7 @@ class LoadRoute:
             return load
         if time.monotonic() >= self._paused_until_s:
             with self._pausing_after_failure():
-                return await self._api.ask_as(self._call, is_blocking=is_blocking)
+                return await self._api.call_async(self._call, is_blocking=is_blocking)
         return None
 
     def _fresh(self) -> EngineLoad | None:

@@ -27,8 +27,8 @@ import httpx
 from ragcache_core import wire
 from ragcache_core.client.http.attempt import ServerWatch, check_progress
 from ragcache_core.client.http.buffered_response import BufferedBody, BufferedResponse, ResponseHead
-from ragcache_core.client.http.errors import says_engine_died
-from ragcache_core.client.http.network import checking, finish
+from ragcache_core.client.http.errors import reports_engine_death
+from ragcache_core.client.http.network import finish, with_abort_check
 from ragcache_core.client.http.resume import ResumeStreams, can_resume
 from ragcache_core.client.http.routing import BackgroundLoop, Replicas
 from ragcache_core.client.speculation.request_capture import (
@@ -50,7 +50,7 @@ _TIMEOUT = httpx.Timeout(600.0, connect=10.0)
 _SHORT_TIMEOUT = httpx.Timeout(5.0)
 _CONFIRM_PAUSES_S = (0.05, 0.2, 1.0, 2.0, 5.0)
 """Before a confirmation that did not arrive is repeated; the last one from then on."""
-_ASK_AGAIN_S = 0.05
+_RETRY_S = 0.05
 """Before a server that had no news is asked again how long a speculation has waited; it waits for that itself."""
 _ERROR_EVENT = re.compile(rb'data:\s*\{\s*"error"\s*:')
 _LONGEST_CUT = 32
@@ -314,7 +314,7 @@ def _check(events: bytes) -> None:
     """Raise the error that an event of a stream reports. In what the model says, quotes are escaped."""
     if (found := _ERROR_EVENT.search(events)) is not None:
         said = events[found.start() :].decode(errors="replace")
-        if says_engine_died(said):
+        if reports_engine_death(said):
             raise EngineDiedError("the engine died during a speculation")
         raise EngineError(f"the engine failed during a speculation: {said:.300}")
 
@@ -368,7 +368,7 @@ class SpeculationRoutes:
                         return
             if was_over:
                 return
-            await asyncio.sleep(_ASK_AGAIN_S)
+            await asyncio.sleep(_RETRY_S)
 
     async def _ask(
         self, transport: httpx.AsyncBaseTransport, method: str, speculation: Speculation, route: str
@@ -476,7 +476,7 @@ class SpeculationManager:
         return await self._join(request, is_blocking=False)
 
     async def _join(self, request: httpx.Request, *, is_blocking: bool) -> httpx.Response | None:
-        if self._is_ours(request):
+        if self._is_own_server(request):
             capture(request, self)
         if self._claims and (speculation := self._claim_for(request)) is not None:
             timeout_s, answer = _read_timeout_s(request), speculation.response
@@ -498,7 +498,7 @@ class SpeculationManager:
             if self._closed:
                 raise _closed_error() from error
 
-    def _is_ours(self, request: httpx.Request) -> bool:
+    def _is_own_server(self, request: httpx.Request) -> bool:
         """Return whether ``request`` goes to this handle's server; its client may be used to ask another one."""
         return str(request.url).startswith(self._home)
 
@@ -550,7 +550,7 @@ class SpeculationManager:
     async def _send(self, speculation: Speculation, request: httpx.Request) -> None:
         noting = asyncio.create_task(self._note_wait(speculation))
         try:
-            with checking(self._check):
+            with with_abort_check(self._check):
                 await receive(
                     self._transport(), request, speculation.response, is_reserved=lambda: speculation.is_reserved
                 )

@@ -130,7 +130,7 @@ class CacheStatsRoutes:
         self._resumed = resumed or ResumedAnswers()
         self._is_there: bool | None = None
         self._paused_until_s = 0.0
-        self._ask_again_at_s = 0.0
+        self._retry_at_s = 0.0
 
     def complete(self, stats: RequestStats, response_id: str | None, doc_ids: Sequence[DocId] = ()) -> RequestStats:
         """Return ``stats`` with the engine's own figures of the answered request, its documents among them.
@@ -151,15 +151,15 @@ class CacheStatsRoutes:
         self, stats: RequestStats, response_id: str | None, doc_ids: Sequence[DocId], *, is_blocking: bool
     ) -> RequestStats:
         said: httpx.Response | None = None
-        if self._may_ask(response_id):
+        if self._may_request(response_id):
             with self._suppress_stats_errors():
                 if not self._is_there:
                     call = Call("/v1/ragcache/stats", self._read_stats, timeout=_TIMEOUT_S, is_sent_once=True)
-                    await self._api.ask_as(call, is_blocking=is_blocking)
+                    await self._api.call_async(call, is_blocking=is_blocking)
                 if self._is_there:
                     path = f"/v1/ragcache/requests/{quote(response_id or '', safe='')}"
                     asked = Call(path, as_it_is, timeout=_TIMEOUT_S, is_sent_once=True)
-                    said = await self._api.ask_as(asked, is_blocking=is_blocking)
+                    said = await self._api.call_async(asked, is_blocking=is_blocking)
         return self._completed(stats, response_id, doc_ids, said)
 
     def add_to(self, stats: EngineStats) -> EngineStats:
@@ -177,7 +177,7 @@ class CacheStatsRoutes:
     async def _add_to(self, stats: EngineStats, *, is_blocking: bool) -> EngineStats:
         if self._is_absent:
             return stats
-        figures = await self._api.ask_as(Call("/v1/ragcache/stats", self._read_stats), is_blocking=is_blocking)
+        figures = await self._api.call_async(Call("/v1/ragcache/stats", self._read_stats), is_blocking=is_blocking)
         return _with_cache(stats, figures)
 
     def _completed(
@@ -199,13 +199,13 @@ class CacheStatsRoutes:
         self._traces.complete(response_id, stats, ttft_s)
         return stats
 
-    def _may_ask(self, response_id: str | None) -> bool:
+    def _may_request(self, response_id: str | None) -> bool:
         return bool(response_id) and not self._is_absent and time.monotonic() >= self._paused_until_s
 
     @property
     def _is_absent(self) -> bool:
         """Whether the server had no such route a moment ago; later another server may be there."""
-        return self._is_there is False and time.monotonic() < self._ask_again_at_s
+        return self._is_there is False and time.monotonic() < self._retry_at_s
 
     def _read_stats(self, response: httpx.Response) -> dict[str, object] | None:
         """Return the answer of the stats route, ``None`` if there is no such route; remember which."""
@@ -213,7 +213,7 @@ class CacheStatsRoutes:
             response.raise_for_status()
         figures = json_object(response)
         self._is_there = figures is not None
-        self._ask_again_at_s = time.monotonic() + _UNSUPPORTED_PAUSE_S
+        self._retry_at_s = time.monotonic() + _UNSUPPORTED_PAUSE_S
         return figures
 
     @contextmanager

@@ -39,7 +39,14 @@ from ragcache_core.private_files import open_private
 from ragcache_core.retrieval.base import Ids, Vectors
 from ragcache_core.retrieval.filters import Column, Mask, Selection, Where, conditions_of, evaluate, read_columns
 from ragcache_core.retrieval.lexical import WordIndex, WordIndexWriter, document_words
-from ragcache_core.retrieval.storage.manifest import FileEntry, SegmentEntry, read_error, saving, seal_file, verify_file
+from ragcache_core.retrieval.storage.manifest import (
+    FileEntry,
+    SegmentEntry,
+    flush_file,
+    read_error,
+    saving,
+    verify_file,
+)
 from ragcache_core.runtime.terminal import Bar
 from ragcache_core.types import DocId, Document
 
@@ -422,7 +429,7 @@ def write_segment(folder: Path, name: str, rows: Iterable[Row], *, with_words: b
             (num_rows,) = connection.execute("SELECT count(*) FROM documents").fetchone()
         finally:
             connection.close()
-    return seal_file(folder, name), num_rows
+    return flush_file(folder, name), num_rows
 
 
 @contextmanager

@@ -184,7 +184,7 @@ def write_file(folder: Path, name: str, write: Callable[[Callable[[Any], object]
     return FileEntry(name, num_bytes, digest.hexdigest())
 
 
-def seal_file(folder: Path, name: str) -> FileEntry:
+def flush_file(folder: Path, name: str) -> FileEntry:
     """Flush a file that another library wrote to the disk, and return its entry."""
     digest, num_bytes = hashlib.sha256(), 0
     with saving(folder), (folder / name).open("rb") as file:

@@ -18,7 +18,7 @@ from ragcache_core.retrieval.index.choice import load_index
 from ragcache_core.retrieval.storage.documents import DocumentTable, SegmentFile
 from ragcache_core.retrieval.storage.manifest import FileEntry, Manifest, read_error, read_manifest, verify_file
 
-_PATIENCE_S = 30.0
+_TIMEOUT_S = 30.0
 _PAUSE_S = 0.005
 
 
@@ -79,7 +79,7 @@ def load_snapshot(
         StoreError: a file cannot be read at the moment, or each state was replaced before it was read, for half a
             minute.
     """
-    deadline = time.monotonic() + _PATIENCE_S
+    deadline = time.monotonic() + _TIMEOUT_S
     opened: dict[FileEntry, SegmentFile] = {}  # a newer state has most of the older one's: each attempt is shorter
     failed: int | None = None
     while True:

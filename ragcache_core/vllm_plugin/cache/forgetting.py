@@ -70,11 +70,11 @@ class Holder(Protocol):
         """Delete KV, or hide it until it is released; return how much that is."""
         ...
 
-    def num_left(self) -> int:
+    def num_pending(self) -> int:
         """Delete what can be deleted now, and return how many blocks to be deleted are still here."""
         ...
 
-    def why_left(self) -> str | None:
+    def deletion_problem(self) -> str | None:
         """Return why some KV may never be deleted here, with a hint; None if there is none."""
         ...
 
@@ -89,11 +89,11 @@ class OutOfReach:
         """Delete nothing."""
         return Freed()
 
-    def num_left(self) -> int:
+    def num_pending(self) -> int:
         """Return 0: the number is unknown."""
         return 0
 
-    def why_left(self) -> str:
+    def deletion_problem(self) -> str:
         """Return why."""
         return self.why
 
@@ -144,12 +144,12 @@ class Forgetting:
         """Add an owner of KV."""
         self._holders.append(holder)
 
-    def remove_holder(self, holder: Holder, *, why_left: str | None = None) -> None:
-        """Remove a holder that is out of service; ``why_left`` says why it may still hold deleted KV."""
+    def remove_holder(self, holder: Holder, *, deletion_problem: str | None = None) -> None:
+        """Remove a holder that is out of service; ``deletion_problem`` says why it may still hold deleted KV."""
         if holder in self._holders:
             self._holders.remove(holder)
-            if why_left is not None:
-                self.add_holder(OutOfReach(why_left))
+            if deletion_problem is not None:
+                self.add_holder(OutOfReach(deletion_problem))
 
     def on_approximated(self, key: Key) -> None:
         """Record the first block of approximate KV.
@@ -224,14 +224,14 @@ class Forgetting:
         """Delete what can be deleted now, and return what is left of all deletions so far."""
         return {
             "num_requests": sum(state.has_forgotten for state in self._requests.values()),
-            "num_blocks": sum(holder.num_left() for holder in self._holders),
-            "problems": [why for holder in self._holders if (why := holder.why_left()) is not None],
+            "num_blocks": sum(holder.num_pending() for holder in self._holders),
+            "problems": [why for holder in self._holders if (why := holder.deletion_problem()) is not None],
         }
 
     def sweep(self) -> None:
         """Delete what could not be deleted before and can be now."""
         if self._is_waiting:
-            self._is_waiting = sum(holder.num_left() for holder in self._holders) > 0
+            self._is_waiting = sum(holder.num_pending() for holder in self._holders) > 0
 
     def _concerned(self, doc_ids: Set[DocId], tops: Iterable[TreeNode], freed: Freed) -> dict[str, int]:
         """Return the requests in the engine that use deleted KV, each with its first such block.

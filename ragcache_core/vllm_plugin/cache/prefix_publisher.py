@@ -47,7 +47,7 @@ class _Path:
     them, and ``said`` is what was said last, in the log of ``epoch``.
     """
 
-    __slots__ = ("documents", "epoch", "first", "key", "last", "node_ids", "prefix", "said")
+    __slots__ = ("documents", "epoch", "first", "key", "last", "node_ids", "prefix", "published")
 
     def __init__(self, prefix: bytes, documents: DocPath, key: bytes, first: int, last: int) -> None:
         self.prefix = prefix
@@ -61,7 +61,7 @@ class _Path:
         """Reset what was published of it, for a new log."""
         self.epoch = epoch
         self.node_ids: list[int] = []
-        self.said = 0, False
+        self.published = 0, False
 
 
 class PrefixPublisher:
@@ -100,7 +100,7 @@ class PrefixPublisher:
         self._log: list[PathChange] = []
         self._by_node: dict[int, set[_Path]] = {}
         self._unsaid = set(self._paths.values()) if self.is_following else set()
-        self._said_chunks: frozenset[bytes] = frozenset()
+        self._published_chunks: frozenset[bytes] = frozenset()
 
     def __len__(self) -> int:
         """Return the number of known paths."""
@@ -195,7 +195,7 @@ class PrefixPublisher:
         """
         if self._changed is None:
             self._follow()
-        elif len(self._log) > max(2 * (len(self._paths) + len(self._said_chunks)), _MIN_LOG):
+        elif len(self._log) > max(2 * (len(self._paths) + len(self._published_chunks)), _MIN_LOG):
             self._begin_log()
         self._look()
         numbers = dict(each.split(".") for each in cursor.split("-") if each)
@@ -240,12 +240,12 @@ class PrefixPublisher:
                 continue
             num_units = self._follow_path(path, location.node)
             is_whole = num_units == path.last
-            self._say(path, num_units if is_whole or num_units > path.first else 0, is_whole)
+            self._publish(path, num_units if is_whole or num_units > path.first else 0, is_whole)
         chunks = self._chunks()
-        if chunks.keys() != self._said_chunks:
-            self._log += [chunk_change(key, chunks[key]) for key in chunks.keys() - self._said_chunks]
-            self._log += [chunk_change(key, 0) for key in self._said_chunks - chunks.keys()]
-            self._said_chunks = frozenset(chunks)
+        if chunks.keys() != self._published_chunks:
+            self._log += [chunk_change(key, chunks[key]) for key in chunks.keys() - self._published_chunks]
+            self._log += [chunk_change(key, 0) for key in self._published_chunks - chunks.keys()]
+            self._published_chunks = frozenset(chunks)
 
     def _follow_path(self, path: _Path, last: TreeNode) -> int:
         """Have changes of a path's nodes lead to it, and return up to which unit it is cached from ``path.first`` on.
@@ -266,9 +266,9 @@ class PrefixPublisher:
                 break
         return min(max(num_units, path.first), path.last)
 
-    def _say(self, path: _Path, num_units: int, is_whole: bool) -> None:
-        if (num_units, is_whole) != path.said:
-            path.said = num_units, is_whole
+    def _publish(self, path: _Path, num_units: int, is_whole: bool) -> None:
+        if (num_units, is_whole) != path.published:
+            path.published = num_units, is_whole
             num_tokens = num_units * self._tokens_per_unit
             self._log.append(PathChange(path.prefix, path.documents, num_tokens, is_whole))
 
@@ -276,7 +276,7 @@ class PrefixPublisher:
         del self._paths[path.prefix, path.documents]
         self._unsaid.discard(path)
         self._leave(path)
-        self._say(path, 0, False)
+        self._publish(path, 0, False)
 
     def _leave(self, path: _Path) -> None:
         if path.epoch != self._epoch:

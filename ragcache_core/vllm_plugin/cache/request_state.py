@@ -192,6 +192,7 @@ class Counters:
     num_lost_blocks: int = 0
     num_dropped_blocks: int = 0
     num_shared_failures: int = 0
+    num_shared_pending_blocks: int = 0
     num_shared_corrupt_blocks: int = 0
     num_shared_dropped_blocks: int = 0
 

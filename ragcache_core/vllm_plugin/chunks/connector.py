@@ -154,8 +154,8 @@ class ChunkReuseConnector(KVConnectorBase_V1):
         wanted = metadata.chunk_reuse
         if not documents or wanted is False or (wanted is None and not self._reuse.is_default):
             return
-        asked = wanted if isinstance(wanted, ChunkReuseRequest) else ChunkReuseRequest()
-        options = self._options(request, asked, metadata, reuses=wanted != "store")
+        override = wanted if isinstance(wanted, ChunkReuseRequest) else ChunkReuseRequest()
+        options = self._options(request, override, metadata, reuses=wanted != "store")
         if options is None or len(documents) > _MAX_CHUNKS:
             self.scheduling.library.counters.num_refused_requests += 1
             return
@@ -166,20 +166,20 @@ class ChunkReuseConnector(KVConnectorBase_V1):
         self._look_for_shared(request)
 
     def _options(
-        self, request: Request, asked: ChunkReuseRequest, metadata: RequestMetadata, *, reuses: bool
+        self, request: Request, override: ChunkReuseRequest, metadata: RequestMetadata, *, reuses: bool
     ) -> ReuseOptions | None:
         """Return how a request's chunks are reused; None if they cannot be."""
         reuse = self._reuse
         if not is_identified_by_tokens(request) or request.skip_reading_prefix_cache:
             return None
-        alpha = self._chunk_settings.alpha_for(asked)
+        alpha = self._chunk_settings.alpha_for(override)
         if alpha is None:  # what that quality takes was not measured
             return None
         return ReuseOptions(
-            selection=reuse.selection if asked.selection is None else asked.selection,
+            selection=reuse.selection if override.selection is None else override.selection,
             alpha=alpha,
-            max_recompute=reuse.max_recompute if asked.max_recompute is None else asked.max_recompute,
-            focus=reuse.focus if asked.focus is None else asked.focus,
+            max_recompute=reuse.max_recompute if override.max_recompute is None else override.max_recompute,
+            focus=reuse.focus if override.focus is None else override.focus,
             reuses=reuses,
             expected_uses=metadata.expected_uses,
         )

@@ -126,7 +126,7 @@ class CapturedChunk:
             tuple(a + b for a, b in zip(self.token_inter, other.token_inter, strict=True)),
         )
 
-    def over(self, num_workers: int) -> CapturedChunk:
+    def mean_of(self, num_workers: int) -> CapturedChunk:
         """Return the mean of what ``num_workers`` measured."""
         if num_workers == 1:
             return self

@@ -39,7 +39,7 @@ class ChunkPlans:
         end = len(request.token_ids) - 1
         stored = self._stored(request, num_exact)
         on_host = self._on_host(stored)
-        for candidates in (on_host,) if request.is_late else (stored, on_host):
+        for candidates in (on_host,) if request.computes_missing else (stored, on_host):
             if not candidates:
                 return None
             plan = self._planned(request, candidates, num_exact, end)

@@ -90,20 +90,20 @@ class ReuseState:
     offered: ReusePlan | None = None
     waits_since_s: float | None = None
     """Since when it could begin, but for what is read from disk."""
-    is_late: bool = False
+    computes_missing: bool = False
     """It has waited long enough; what is not there is computed."""
     is_tried: bool = False
     positions: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int64))
     """What its job computes, sorted."""
     num_rows_left: int = 0
-    num_asking: int = 0
+    num_question_tokens: int = 0
     """Tokens of the question, which look on in every slice; 0 if none does."""
     num_spare_runs: int = 0
     """Runs by which a slice may have more than its rows: the question's, and what is left around dropped chunks."""
     is_running: bool = False
     num_to_load: int = 0
     """Workers whose exact tokens from below are still to come."""
-    is_over: bool = False
+    is_finished: bool = False
     lost: list[float] = field(default_factory=list)
     """How much context each of its chunks has lost, see :func:`~ragcache_core.chunk.recompute.losses`."""
     open: dict[CaptureId, OpenCapture] = field(default_factory=dict)

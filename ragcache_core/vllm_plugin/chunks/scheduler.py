@@ -45,7 +45,7 @@ from ragcache_core.vllm_plugin.chunks.reuse_state import (
 )
 from ragcache_core.vllm_plugin.chunks.slices import cut_slices
 
-_LEAST_ASKINGS_A_STEP = 8
+_MIN_QUESTIONS_PER_STEP = 8
 """A question that fits into a step less often than this is not asked what it looks at."""
 _MAX_SHARED = 1 << 16
 """Documents of approximate prefixes whose lost context is kept; others count as having lost all of it."""
@@ -133,9 +133,9 @@ class ChunkScheduling:
 
     def _namespace(self, options: ReuseOptions, question: Sequence[int]) -> bytes:
         selection = make_selection(options.selection)
-        is_asked = options.focus > 0 and not selection.is_all_or_nothing
+        depends_on_question = options.focus > 0 and not selection.is_all_or_nothing
         how = f"{options.selection} {options.alpha!r} {options.max_recompute!r} {options.focus}"
-        return chunk_key(question if is_asked else (), behind=self._secret + how.encode())
+        return chunk_key(question if depends_on_question else (), behind=self._secret + how.encode())
 
     def on_shared(self, request_id: str, first: int, end: int) -> None:
         """Record that a request hit its tokens ``[first, end)`` in KV of a request with the same settings."""
@@ -162,7 +162,7 @@ class ChunkScheduling:
         that it waits no longer than computing it instead takes.
         """
         request = self._requests[request_id]
-        self._begin_anew(request_id, request)
+        self._restart_reuse(request_id, request)
         self.library.poll()
         plan = request.offered
         if plan is not None and plan.start == num_exact and plan.end == len(request.token_ids) - 1:
@@ -170,8 +170,8 @@ class ChunkScheduling:
             if not any(map(self.library.is_lost, variants)):
                 if all(map(self.library.is_on_host, variants)):
                     return plan.end - plan.start
-                request.is_late = request.is_late or self._is_late(request, plan)
-                if not request.is_late:
+                request.computes_missing = request.computes_missing or self._waited_long_enough(request, plan)
+                if not request.computes_missing:
                     return None
         self.library.release(request_id)
         request.offered = self.plans.plan(request_id, request, num_exact)
@@ -179,10 +179,10 @@ class ChunkScheduling:
             return 0
         if all(self.library.is_on_host(chunk.variant) for chunk in request.offered.read):
             return request.offered.end - request.offered.start
-        self._is_late(request, request.offered)  # from now on it waits
+        self._waited_long_enough(request, request.offered)  # from now on it waits
         return None
 
-    def _is_late(self, request: ReuseState, plan: ReusePlan) -> bool:
+    def _waited_long_enough(self, request: ReuseState, plan: ReusePlan) -> bool:
         """Return whether a request has waited for a disk as long as it takes to compute what is still to come."""
         if request.waits_since_s is None:
             request.waits_since_s = self.library.now_s
@@ -218,9 +218,11 @@ class ChunkScheduling:
         self._reserve(request_id, request, [span for span in computed if span.end <= plan.end])
         positions = np.asarray(plan.recomputed, dtype=np.int64)
         focus = self.plans.focus(request, plan, reused)
-        num_asking = 0 if focus is None else int((positions >= focus.question_start).sum())
-        if num_asking > self._max_step_tokens // _LEAST_ASKINGS_A_STEP:  # every slice computes the question again
-            focus, num_asking = None, 0
+        num_question_tokens = 0 if focus is None else int((positions >= focus.question_start).sum())
+        if (
+            num_question_tokens > self._max_step_tokens // _MIN_QUESTIONS_PER_STEP
+        ):  # every slice computes the question again
+            focus, num_question_tokens = None, 0
         self._jobs[request_id] = ChunkJob(
             request_id,
             block_ids=np.asarray(block_ids, dtype=np.int32),
@@ -233,7 +235,7 @@ class ChunkScheduling:
             prefill_s=self._prefill_cost.estimate_s(plan.start, len(positions)) if len(positions) else 0.0,
         )
         request.positions, request.num_rows_left = positions, len(positions)
-        request.num_asking = num_asking
+        request.num_question_tokens = num_question_tokens
         request.num_spare_runs = 0 if focus is None else 1 + len(focus.droppable)
         request.is_running, request.num_to_load = True, self._num_workers if awaits_load else 0
         self._running[request_id] = None
@@ -269,7 +271,7 @@ class ChunkScheduling:
             self._end_job(request_id, request)
             for each in request.open.values():
                 each.is_awaited = False
-        request.is_over = True
+        request.is_finished = True
         self._capturing.discard(request_id)
         if not request.awaits_capture:
             self._forget(request_id, request)
@@ -294,11 +296,11 @@ class ChunkScheduling:
             {digests[digest] for digest in gone.documents if digest in digests},
         )
 
-    def num_left(self) -> int:
+    def num_pending(self) -> int:
         """Return how many variants requests still hold, and how often the disk is being overwritten."""
         return self.library.num_forgotten()
 
-    def why_left(self) -> str | None:
+    def deletion_problem(self) -> str | None:
         """Return why a chunk may stay on disk: it is out of service."""
         if not self.library.is_disk_down:
             return None
@@ -427,7 +429,7 @@ class ChunkScheduling:
         self._capturing.discard(request_id)
         if not request.is_running:
             request.offered = None
-        if request.is_over:  # it only waited for its captures
+        if request.is_finished:  # it only waited for its captures
             self._forget(request_id, request)
 
     def _commit(self, name: CaptureId, captured: CapturedChunk | None) -> None:
@@ -435,24 +437,24 @@ class ChunkScheduling:
         each = None if request is None else request.open.pop(name, None)
         if request is None or each is None:
             return
-        statistics = None if captured is None else statistics_of(each, captured.over(self._num_workers))
+        statistics = None if captured is None else statistics_of(each, captured.mean_of(self._num_workers))
         if statistics is None:
             self.library.abandon(each.reservation)
         else:
             self.library.commit(each.reservation, statistics)
         if request.awaits_capture:
             return
-        if request.is_over:
+        if request.is_finished:
             self._forget(name[0], request)
         elif not request.is_running and not request.open:
             self.library.release(name[0])
 
     # Ends
 
-    def _begin_anew(self, request_id: str, request: ReuseState) -> None:
+    def _restart_reuse(self, request_id: str, request: ReuseState) -> None:
         """Take a request as a new one that has been prefilled, or was being, and was preempted."""
         if request.is_tried or request.open:
-            request.is_tried = request.is_late = False
+            request.is_tried = request.computes_missing = False
             request.waits_since_s = None
             request.open.clear()
             request.offered = None

@@ -24,8 +24,8 @@ def cut_slices(
     """
     slices: list[Slice] = []
     if are_guesses:
-        num_asking = max(request.num_asking for _, request in requests)
-        budget = min(budget, max(_GUESSED_TOKENS, 2 * num_asking))
+        num_question_tokens = max(request.num_question_tokens for _, request in requests)
+        budget = min(budget, max(_GUESSED_TOKENS, 2 * num_question_tokens))
     for request_id, request in requests:
         if request.num_to_load > 0 or request.num_rows_left < 0:
             continue
@@ -33,9 +33,9 @@ def cut_slices(
             break
         num_rows = request.num_rows_left
         if num_rows > budget:
-            if slices and budget < 2 * request.num_asking:
+            if slices and budget < 2 * request.num_question_tokens:
                 break  # for little more than the question once again: the next step has space
-            num_rows = max(1, budget - request.num_asking)
+            num_rows = max(1, budget - request.num_question_tokens)
         num_rows, num_used = request.next_rows(num_rows, max(1, max_runs - request.num_spare_runs))
         slices.append(Slice(request_id, num_rows))
         budget = budget - num_rows if num_rows == request.num_rows_left else 0

@@ -234,9 +234,9 @@ class DocumentAware:
         assert self.controller is not None
         self._record(request)
         figures = self.controller.on_finished(request.request_id, time.monotonic())
-        is_ours = KEY in (request.kv_transfer_params or {})
+        is_ragcache_request = KEY in (request.kv_transfer_params or {})
         delays, params = outcome
-        return delays, {**(params or {}), KEY: figures} if is_ours and figures is not None else params
+        return delays, {**(params or {}), KEY: figures} if is_ragcache_request and figures is not None else params
 
     def _record(self, request: Request) -> None:
         """Put a request that has ended into the trace, unless it was never confirmed."""

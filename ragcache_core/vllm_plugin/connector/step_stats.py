@@ -49,8 +49,8 @@ class RAGCacheStats(KVConnectorStats):
         )
 
     def is_empty(self) -> bool:
-        is_said = any(self.data.get(part) is not None for part in _LOAD)
-        return not (is_said or any(self.data.get(part) for part in _PARTS))
+        has_load = any(self.data.get(part) is not None for part in _LOAD)
+        return not (has_load or any(self.data.get(part) for part in _PARTS))
 
     def reset(self) -> None:
         self.data: dict[str, Any] = {}
@@ -62,7 +62,9 @@ class RAGCacheStats(KVConnectorStats):
         merged = offload[0].aggregate(offload[1]) if len(offload) == 2 else next(iter(offload), None)
         engine = other.data.get("engine") or self.data.get("engine")
         waited_s = {**(self.data.get("waited_s") or {}), **(other.data.get("waited_s") or {})}
-        load = {part: self.data.get(part) if (said := other.data.get(part)) is None else said for part in _LOAD}
+        load = {
+            part: self.data.get(part) if (part_value := other.data.get(part)) is None else part_value for part in _LOAD
+        }
         return self.of(requests=requests, engine=engine, offload=merged, waited_s=waited_s, **load)
 
     def reduce(self) -> dict[str, int | float]:

@@ -117,7 +117,7 @@ class RAGCacheConnector(DocumentAware, ForwardingConnector):
         self._host: HostTier | None = None
         self._worker_block_bytes = kv_bytes_per_block(kv_cache_config)
         events = vllm_config.kv_events_config
-        self._tells_events = events is not None and events.enable_kv_cache_events
+        self._emits_events = events is not None and events.enable_kv_cache_events
         with building(vllm_config, kv_cache_config) as context:
             context.worker_bytes = self._worker_bytes
             if role == KVConnectorRole.WORKER or context.groups is None:
@@ -164,14 +164,14 @@ class RAGCacheConnector(DocumentAware, ForwardingConnector):
         workers = {rank: said for rank, said in sorted(metadata.items()) if isinstance(said, WorkerMemory)}
         if why := why_uneven([worker.block_bytes for worker in workers.values()]):
             logger.warning("RC-TIERS-OFF: RAGCache keeps nothing below the GPU: %s", why)
-            self._give_up_tiers(engine_id)
+            self._disable_tiers(engine_id)
         elif why := why_apart(workers, region_place(engine_id)):
             logger.warning(
                 "RC-WORKERS-APART: RAGCache keeps nothing on disk, nor in host memory after a crash: %s", why
             )
-            self._give_up_reading()
+            self._disable_lower_tiers()
 
-    def _give_up_tiers(self, engine_id: str) -> None:
+    def _disable_tiers(self, engine_id: str) -> None:
         """Go on with GPU memory alone."""
         assert self.controller is not None
         self._close_journal()
@@ -186,7 +186,7 @@ class RAGCacheConnector(DocumentAware, ForwardingConnector):
         self._prefetcher = self._host = self._layer_loads = self.tiers = self.copies = None
         self.below = MinimalConnector(self._vllm_config, self.role, self._kv_config)
 
-    def _give_up_reading(self) -> None:
+    def _disable_lower_tiers(self) -> None:
         """Go on without what reads in this process what workers have in host memory: disk, shared store and journal."""
         assert self.controller is not None
         for tier in self._lower:
@@ -200,7 +200,7 @@ class RAGCacheConnector(DocumentAware, ForwardingConnector):
         """Have what is forgotten from now on say that disks and stores may have it from earlier starts."""
         assert self.controller is not None
         for tier in self._lower:
-            self.controller.forgetting.remove_holder(cast("Holder", tier), why_left=tier.undeleted_reason)
+            self.controller.forgetting.remove_holder(cast("Holder", tier), deletion_problem=tier.undeleted_reason)
         self.controller.shared = None
 
     @property
@@ -250,7 +250,7 @@ class RAGCacheConnector(DocumentAware, ForwardingConnector):
             self.copies.spoil_stores()
 
     def take_events(self) -> Iterable[KVCacheEvent]:
-        return super().take_events() if self._tells_events else ()  # else vLLM asks each tier in each step
+        return super().take_events() if self._emits_events else ()  # else vLLM asks each tier in each step
 
     def has_pending_push_work(self) -> bool:
         """Return whether an engine without requests goes on stepping; for a disk that is slow only some time."""
@@ -262,7 +262,7 @@ class RAGCacheConnector(DocumentAware, ForwardingConnector):
             return True
         if self.tiers is None:
             return False
-        if self._tells_events and self.tiers.has_events:
+        if self._emits_events and self.tiers.has_events:
             return True
         newest, now_s = self.tiers.newest_store, time.monotonic()
         if newest != self._waits_for:

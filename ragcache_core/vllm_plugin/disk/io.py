@@ -24,7 +24,7 @@ NUM_READERS = 4
 _READ_AT_ONCE_BYTES = 1 << 20
 """What is read, checked and copied while it is in the processor's cache."""
 _NUM_BUFFERED_BYTES = 256 << 20
-_PATIENCE_S = 10.0
+_TIMEOUT_S = 10.0
 _SLOWEST_BYTES_PER_S = 64 << 20
 
 
@@ -68,7 +68,7 @@ class DiskIO:
         """Begin to write chunks, parents first, after the chunks evicted for them are deleted."""
         with self._is_done:
             num_waiting = sum(job.num_blocks for job in self._held) + sum(len(run.names) for run in runs)
-            timeout_s = _PATIENCE_S + num_waiting * self._store.chunk_bytes / _SLOWEST_BYTES_PER_S
+            timeout_s = _TIMEOUT_S + num_waiting * self._store.chunk_bytes / _SLOWEST_BYTES_PER_S
             job = DiskStore(runs, evicted, timeout_s, self._num_known_failures)
             self._held.add(job)
         self._jobs.put(job)
@@ -118,7 +118,7 @@ class DiskIO:
             self._disk.read(part, partial(self._read, part))
         return load
 
-    def is_late(self, load: LoadTransfer, limit_s: float) -> bool:
+    def is_to_be_abandoned(self, load: LoadTransfer, limit_s: float) -> bool:
         """Return whether no reader has begun a load in time; a read that hangs takes the disk out of service."""
         return self.why_down() is not None or (
             not load.is_begun and time.monotonic() - load.submitted_s > async_store.READ_TIMEOUT_S

@@ -64,7 +64,7 @@ if TYPE_CHECKING:
 
 logger = logger_of(__name__)
 
-_OUT_OF_SERVICE_PATIENCE_S = 1.0
+_OUT_OF_SERVICE_TIMEOUT_S = 1.0
 _NOTED_AT_ONCE = 64
 _REGROWN_A_STEP = 256
 """Of a store that is open again: some milliseconds' work."""
@@ -243,18 +243,18 @@ class DiskTier(TransferTier):
 
     def clear(self) -> None:
         """Delete everything, and store nothing until the next start: the model's weights may have changed."""
-        patience_s = async_store.READ_TIMEOUT_S if self._is_enabled else _OUT_OF_SERVICE_PATIENCE_S
+        timeout_s = async_store.READ_TIMEOUT_S if self._is_enabled else _OUT_OF_SERVICE_TIMEOUT_S
         self._disable(
             "the caches were reset, and KV of other weights could not be told from what is stored", comes_back=False
         )
         self._io.clear()
-        is_answered = self._io.finish_writes(patience_s)
+        is_answered = self._io.finish_writes(timeout_s)
         self._is_emptied = is_answered and self._io.is_cleared
         if not is_answered:
             logger.error(
                 "RC-RESET-LATE: RAGCache's disk tier has not answered in %g s, and is emptied when it does: if the "
                 "engine ends before that, delete %s",
-                patience_s,
+                timeout_s,
                 self.path,
             )
         self._take_in_written()
@@ -280,7 +280,7 @@ class DiskTier(TransferTier):
             self._erasures.append(self._io.erase(names))
         return Freed({Tier.DISK: num_chunks}, {Tier.DISK: num_chunks * self._report.block_bytes})
 
-    def num_left(self) -> int:
+    def num_pending(self) -> int:
         """Return how many erasures have not ended; those that failed are begun again, as one, when writing has rested.
 
         Until then nothing of them is found, nor stored again.
@@ -298,7 +298,7 @@ class DiskTier(TransferTier):
             self._erasures.append(self._io.erase(list(frozenset().union(*(erasure.names for erasure in failed)))))
         return len(self._erasures)
 
-    def why_left(self) -> str | None:
+    def deletion_problem(self) -> str | None:
         """Return why something may stay on the disk: it is out of service, or cannot be written to now."""
         self._notice_failure()
         if self._is_emptied:
@@ -363,7 +363,7 @@ class DiskTier(TransferTier):
 
     def _new_chunks(self, job: TierJob) -> dict[bytes, int]:
         """Return the chunks of a job that are not here yet, by depth; without what is before it, one is of no use."""
-        self.num_left()
+        self.num_pending()
         keys = job.keys if self._groups.others else units_of(job.keys)
         rows: dict[bytes, int] = dict(zip(keys, job.rows, strict=True))
         if self._controller.leaving or self._erasures:

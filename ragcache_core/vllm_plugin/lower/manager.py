@@ -162,10 +162,10 @@ class TierManager(OffloadingManager):
 
     def get_stats(self) -> OffloadingConnectorStats | None:
         parts = (self.host.get_stats(), self._stats.take(), *(tier.take_stats() for tier in self.lower))
-        told = [part for part in parts if part is not None and not part.is_empty()]
-        for other in told[1:]:
-            told[0].aggregate(other)
-        return told[0] if told else None
+        reports = [part for part in parts if part is not None and not part.is_empty()]
+        for other in reports[1:]:
+            reports[0].aggregate(other)
+        return reports[0] if reports else None
 
     def reset_cache(self) -> None:
         """Empty host memory, which no tier uses from then on; what lower tiers hold stays."""

@@ -36,7 +36,7 @@ class TierThreads(Protocol):
         """Return how long loading takes, by recent loads; None if that is unknown."""
         ...
 
-    def is_late(self, load: LoadTransfer, limit_s: float) -> bool:
+    def is_to_be_abandoned(self, load: LoadTransfer, limit_s: float) -> bool:
         """Return whether a load that has not ended is to be abandoned; ``limit_s`` is the longest it may take."""
         ...
 
@@ -98,7 +98,7 @@ class TransferTier(LowerTier):
                 del self._stores[number]
                 self._ended.append(EndedJob(number))
         for number, load in list(self._loads.items()):
-            if not load.transfer.has_ended and self._threads.is_late(load.transfer, load.limit_s):
+            if not load.transfer.has_ended and self._threads.is_to_be_abandoned(load.transfer, load.limit_s):
                 load.transfer.abandon()
             if load.transfer.has_ended:
                 del self._loads[number]

@@ -79,7 +79,7 @@ class CopyScheduler:
         self._events: OffloadingEventsTracker | None = None
         if spec.kv_events_config.enable_kv_cache_events:
             self._events = OffloadingEventsTracker(spec.kv_events_config)
-        self._lookups = Lookups(self._groups, manager, None if self._events is None else self._tell_hit)
+        self._lookups = Lookups(self._groups, manager, None if self._events is None else self._emit_hit)
         self._stats = CopyStats()
         self._requests: dict[str, CopiedRequest] = {}
         self._storing: dict[str, CopiedRequest] = {}  # those that run and may store more
@@ -368,7 +368,7 @@ class CopyScheduler:
             self._stats.on_deferred(time.monotonic() - copied.deferred_since_s)
             copied.deferred_since_s = None
 
-    def _tell_hit(self, copied: CopiedRequest, number: int, index: int, key: OffloadKey) -> None:
+    def _emit_hit(self, copied: CopiedRequest, number: int, index: int, key: OffloadKey) -> None:
         assert self._events is not None
         self._events.record_lookup(copied.request, self._groups[number], index, key)
 

@@ -72,7 +72,7 @@ class HostIndex:
         self._rows: np.ndarray | None = rows
         self._path = path
         self._generation = array("q", bytes(8 * len(rows)))
-        self._sealed: set[int] = set()
+        self._recorded: set[int] = set()
         self._work: deque[_Run | list[int]] = deque()
         self._is_closing = threading.Event()
         self._is_broken = False
@@ -126,13 +126,13 @@ class HostIndex:
         for chunk, key, entry in (row for batch in list(self._index.entries()) for row in batch):
             is_sound = entry is not None and 0 <= chunk < len(rows)
             if entry is not None and is_sound and checksum(key, rows[chunk].data) == digests.get(chunk):
-                self._sealed.add(chunk)
+                self._recorded.add(chunk)
                 self.restored.append((chunk, entry))
             else:
                 gone.append(chunk)
         self._index.discard(gone)
 
-    def seal(self, rows: Sequence[int], keys: Sequence[Key], note: ChunkNote) -> None:
+    def record(self, rows: Sequence[int], keys: Sequence[Key], note: ChunkNote) -> None:
         """Enter blocks that are complete, except those that are entered already.
 
         Args:
@@ -140,19 +140,19 @@ class HostIndex:
             keys: of the blocks.
             note: what is noted of the first. The others have the one before as parent, and the rest in common.
         """
-        known = self._sealed.intersection(rows)
+        known = self._recorded.intersection(rows)
         if self._is_broken or len(known) == len(rows):
             return
-        self._sealed.update(rows)
+        self._recorded.update(rows)
         self._work.append(_Run(rows, keys, [*map(self._generation.__getitem__, rows)], known, note))
 
-    def unseal(self, rows: Sequence[int]) -> None:
+    def remove(self, rows: Sequence[int]) -> None:
         """Take the blocks in these rows out, each row once: the rows will be written again."""
         if not rows:
             return
         np.frombuffer(self._generation, np.int64)[rows] += 1
-        entered = self._sealed.intersection(rows)
-        self._sealed -= entered
+        entered = self._recorded.intersection(rows)
+        self._recorded -= entered
         if entered and not self._is_broken:
             self._work.append([*entered])
 
@@ -180,10 +180,10 @@ class HostIndex:
             num_scrubs = self._num_scrubs
             work = [self._work.popleft() for _ in range(len(self._work))]
             try:
-                # A chunk's valid sealing is its last word: what was taken out before it may go first.
+                # A chunk's valid record is its last one: what was taken out before it may go first.
                 if taken_out := [row for rows in work if isinstance(rows, list) for row in rows]:
                     self._index.delete(taken_out)
-                self._seal(run for run in work if isinstance(run, _Run))
+                self._record(run for run in work if isinstance(run, _Run))
                 if num_scrubs:
                     self._index.scrub()
                     self._num_scrubs -= num_scrubs
@@ -194,7 +194,7 @@ class HostIndex:
                     remove_index(self._path)
                 return
 
-    def _seal(self, runs: Iterable[_Run]) -> None:
+    def _record(self, runs: Iterable[_Run]) -> None:
         assert self._rows is not None
         digests = [
             (run, index, checksum(run.keys[index], self._rows[row].data))

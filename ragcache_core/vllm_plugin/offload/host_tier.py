@@ -252,7 +252,7 @@ class HostTier:
         self.promises.clear()
         self._to_hold.clear()
         if self.journal is not None:
-            self.journal.unseal([*contents.values()])
+            self.journal.remove([*contents.values()])
             self.journal.close()
             self.journal = None
         self._tree.clear_tier(Tier.HOST)
@@ -327,8 +327,8 @@ class HostTier:
         rows = self.rows_of(keys)
         is_ready = self._reads_of[rows] != _WRITING
         ready, rows = _chosen(keys, is_ready), _chosen(rows, is_ready)
-        journal.unseal(rows)
-        self._seal(ready, rows, units_of(ready))
+        journal.remove(rows)
+        self._record(ready, rows, units_of(ready))
 
     # A holder of what may be forgotten
 
@@ -344,7 +344,7 @@ class HostTier:
         num_bytes = len(keys) * self.controller.tiers[Tier.HOST].block_bytes
         return Freed({Tier.HOST: len(keys)}, {Tier.HOST: num_bytes})
 
-    def num_left(self) -> int:
+    def num_pending(self) -> int:
         """Drop what is copied no more, and return how many blocks of what was forgotten are still here."""
         leaving = self.controller.leaving
         has_dropped = bool(leaving) and self._drop_leaving() > 0
@@ -354,7 +354,7 @@ class HostTier:
             self._are_kept_forgotten = num_kept > 0
         return len(leaving) + num_kept + (0 if self.journal is None else self.journal.num_scrubs)
 
-    def why_left(self) -> None:
+    def deletion_problem(self) -> None:
         """Return None: copies end."""
 
     # Inside
@@ -389,7 +389,7 @@ class HostTier:
         new = [key for key in keys if self.groups.is_main(key) and self.row_of(key) is None]
         shield = self._tree.shielded(units_of(keys))
         num_admitted, evicted = admit_within_quotas(self._tree, Tier.HOST, [*map(unit_of, new)], shield)
-        self._give_up(evicted, [])
+        self._free_evicted(evicted, [])
         left_out = {unit_of(key) for key in new[num_admitted:]}
         return [key for key in keys if unit_of(key) not in left_out]
 
@@ -431,10 +431,10 @@ class HostTier:
             if num > len(spare) + len(loose):
                 return False
             runs, spare = [], spare + loose
-        self._give_up(runs, spare)
+        self._free_evicted(runs, spare)
         return True
 
-    def _give_up(self, evicted: Sequence[EvictedRun], spare: Iterable[OffloadKey]) -> None:
+    def _free_evicted(self, evicted: Sequence[EvictedRun], spare: Iterable[OffloadKey]) -> None:
         """Free the rows of units that the tree has evicted, with what goes with them, and those of ``spare`` blocks."""
         units = cast("list[Key]", [*chain.from_iterable(run.keys for run in evicted)])
         beside = chain.from_iterable(map(self._others.of_unit, units)) if self._others else ()
@@ -442,7 +442,7 @@ class HostTier:
         rows = [*chain.from_iterable(run.slots for run in evicted), *map(self._take_loose, loose)]
         self.rows.free(rows)
         if self.journal is not None:
-            self.journal.unseal(rows)
+            self.journal.remove(rows)
         if self.events is not None:
             self._emit([*loose, *cast("list[OffloadKey]", offload_keys(units, self.groups.main))], removed=True)
 
@@ -508,12 +508,12 @@ class HostTier:
         """Let blocks be evicted that no transfer uses any more, unless they are promised."""
         if self._others.has_groups or self.promises:
             if self.journal is not None:
-                self._seal(keys, rows, units_of(keys))
+                self._record(keys, rows, units_of(keys))
             self._unhold([key for key in keys if key not in self.promises] if self.promises else keys)
             return
         units = units_of(keys)
         if self.journal is not None:
-            self._seal(keys, rows, units)
+            self._record(keys, rows, units)
         for node, mask in self._tree.units_of(units).items():
             self._tree.release_units(node, mask, Tier.HOST)
 
@@ -529,7 +529,7 @@ class HostTier:
         for node, units in self._tree.units_of(units_of(main)).items():
             self._tree.release_units(node, units, Tier.HOST)
 
-    def _seal(self, keys: Sequence[OffloadKey], rows: Sequence[int], units: Sequence[Key]) -> None:
+    def _record(self, keys: Sequence[OffloadKey], rows: Sequence[int], units: Sequence[Key]) -> None:
         """Have the journal note what lies in the rows of blocks, as far as it may outlive the engine."""
         journal, tree = self.journal, self._tree
         assert journal is not None
@@ -539,10 +539,10 @@ class HostTier:
         if self._others.has_groups:
             for key, row in zip(keys, rows, strict=True):
                 if self._locate(key) is not None:
-                    journal.seal([row], [self.groups.chunk_name(key)], self.groups.note_of(tree, key))
+                    journal.record([row], [self.groups.chunk_name(key)], self.groups.note_of(tree, key))
             return
         for at, first, length in tree.runs(units):
-            journal.seal(rows[at : at + length], units[at : at + length], self.groups.note_at(tree, first))
+            journal.record(rows[at : at + length], units[at : at + length], self.groups.note_at(tree, first))
 
     def _hold_promised(self) -> None:
         """Hold what the look-up under way has promised so far: before anything is evicted, and at its end."""
@@ -568,7 +568,7 @@ class HostTier:
                 self._tree.remove(location.node, 1 << location.unit, Tier.HOST)
         self.rows.free([row])
         if self.journal is not None:
-            self.journal.unseal([row])
+            self.journal.remove([row])
 
     def _take_loose(self, key: OffloadKey) -> int:
         """Take a block that is no unit out of the tier, and return its row."""

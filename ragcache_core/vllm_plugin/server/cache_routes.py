@@ -23,7 +23,7 @@ from ragcache_core.vllm_plugin.compat import call_cache, call_report
 from ragcache_core.vllm_plugin.other_connectors import extra_config
 from ragcache_core.vllm_plugin.release import settings_in_force
 from ragcache_core.vllm_plugin.server.document_routes import (
-    ask_engines,
+    call_engines,
     read_body,
     receipt_of,
     wait_of,
@@ -49,7 +49,7 @@ async def enforce_max_age(engine_client: Any, max_age_s: float) -> None:
     while True:
         await asyncio.sleep(min(max(max_age_s / 20, 0.1), 60.0))
         try:
-            received.tell(await call_cache(engine_client, "tick", {}))
+            received.update(await call_cache(engine_client, "tick", {}))
             is_failing = False
         except Exception as error:
             if engine_client.errored:
@@ -67,7 +67,7 @@ async def contents(
 ) -> dict[str, Any]:
     """Return the cached documents with most of what they are sorted by; see :class:`CacheContents`."""
     body = {"sort": sort, "limit": limit if received.num_engines == 1 else MAX_LISTED}
-    return merged_contents(await ask_engines(request, "list", body), sort, limit)
+    return merged_contents(await call_engines(request, "list", body), sort, limit)
 
 
 @router.post("/purge")
@@ -75,8 +75,8 @@ async def purge(request: Request) -> dict[str, object]:
     """Remove everything from every tier; see :class:`ForgetReceipt`. Requests keep what they have until they end."""
     wait_s = wait_of(await read_body(request, {"wait_s": 30}))
     began_s = time.monotonic()
-    gone = await ask_engines(request, "purge", {})
-    received.tell(await call_report(request.app.state.ragcache_engine_client))
+    gone = await call_engines(request, "purge", {})
+    received.update(await call_report(request.app.state.ragcache_engine_client))
     left = await wait_until_deleted(request.app.state.ragcache_engine_client, began_s + wait_s)
     doc_ids = sorted({doc_id for each in gone for doc_id in each["forgotten"]})
     return receipt_of(gone, left, doc_ids, began_s).to_dict()

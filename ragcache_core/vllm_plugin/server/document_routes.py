@@ -44,7 +44,7 @@ async def forget(request: Request) -> dict[str, object]:
     Waits up to ``wait_s`` seconds for requests that use some of it, and for the disk. Repeating the call does no harm,
     and returns what is left. Every data-parallel engine of this server deletes.
     """
-    doc_ids, wait_s = await _asked(request)
+    doc_ids, wait_s = await _read_ids(request)
     began_s = time.monotonic()
     client = request.app.state.ragcache_engine_client
     recognition = recognition_of(request)
@@ -54,7 +54,7 @@ async def forget(request: Request) -> dict[str, object]:
     gone = await call_forget(client, doc_ids)
     if refused := next((each["refused"] for each in gone if "refused" in each), None):
         raise HTTPException(409, f"documents cannot be forgotten: {refused}. Restart the engine instead")
-    received.tell(await call_report(client))  # an idle engine takes no step, and its last report names the documents
+    received.update(await call_report(client))  # an idle engine takes no step, and its last report names the documents
     left = await wait_until_deleted(client, began_s + wait_s)
     if recognition is not None:  # a prompt may have been recognised before, and arrived in the engine after
         gone += await call_forget(client, doc_ids)
@@ -77,7 +77,7 @@ def receipt_of(
         num_blocks=_sum_by_tier(gone, "num_blocks"),
         num_bytes=_sum_by_tier(gone, "num_bytes"),
         num_requests=_sum(left, "num_requests"),
-        num_left=_sum(left, "num_blocks"),
+        num_pending=_sum(left, "num_blocks"),
         problems=tuple(dict.fromkeys(problem for each in left for problem in each["problems"])),
         duration_s=time.monotonic() - began_s,
     )
@@ -86,8 +86,8 @@ def receipt_of(
 @router.post("/show")
 async def show(request: Request) -> dict[str, object]:
     """Return what is cached of documents, with their paths."""
-    doc_ids, _ = await _asked(request, takes_wait=False)
-    found = merged_contents(await ask_engines(request, "show", {"ids": doc_ids}), "bytes", len(doc_ids))
+    doc_ids, _ = await _read_ids(request, takes_wait=False)
+    found = merged_contents(await call_engines(request, "show", {"ids": doc_ids}), "bytes", len(doc_ids))
     known = {document["id"] for document in found["documents"]}
     return {**found, "unknown": [doc_id for doc_id in doc_ids if doc_id not in known]}
 
@@ -95,24 +95,24 @@ async def show(request: Request) -> dict[str, object]:
 @router.post("/pin")
 async def pin(request: Request) -> dict[str, object]:
     """Pin the documents that have cached KV, all of them or none; see :class:`PinReceipt`."""
-    doc_ids, _ = await _asked(request, takes_wait=False)
-    found = merged_pins(await ask_engines(request, "pin", {"ids": doc_ids, "dry_run": True}), doc_ids)
+    doc_ids, _ = await _read_ids(request, takes_wait=False)
+    found = merged_pins(await call_engines(request, "pin", {"ids": doc_ids, "dry_run": True}), doc_ids)
     body = {"ids": list(found.changed), "dry_run": False}
-    return replace(merged_pins(await ask_engines(request, "pin", body), doc_ids), unknown=found.unknown).to_dict()
+    return replace(merged_pins(await call_engines(request, "pin", body), doc_ids), unknown=found.unknown).to_dict()
 
 
 @router.post("/unpin")
 async def unpin(request: Request) -> dict[str, object]:
     """Pin documents no more."""
-    doc_ids, _ = await _asked(request, takes_wait=False)
-    return merged_pins(await ask_engines(request, "unpin", {"ids": doc_ids}), doc_ids).to_dict()
+    doc_ids, _ = await _read_ids(request, takes_wait=False)
+    return merged_pins(await call_engines(request, "unpin", {"ids": doc_ids}), doc_ids).to_dict()
 
 
 @router.post("/prefetch")
 async def prefetch(request: Request) -> dict[str, object]:
     """Begin to read what is on disk of documents into host memory, on all their paths; see the route of a prompt."""
-    doc_ids, _ = await _asked(request, takes_wait=False)
-    answers = await ask_engines(request, "prefetch", {"ids": doc_ids})
+    doc_ids, _ = await _read_ids(request, takes_wait=False)
+    answers = await call_engines(request, "prefetch", {"ids": doc_ids})
     unknown = [doc_id for doc_id in doc_ids if all(doc_id in answer["unknown"] for answer in answers)]
     return {
         **{name: _sum(answers, name) for name in ("num_read_tokens", "num_paths", "num_left_out")},
@@ -120,7 +120,7 @@ async def prefetch(request: Request) -> dict[str, object]:
     }
 
 
-async def ask_engines(request: Request, action: str, body: dict[str, Any]) -> list[dict[str, Any]]:
+async def call_engines(request: Request, action: str, body: dict[str, Any]) -> list[dict[str, Any]]:
     """Return what every data-parallel engine answers; a refusal of one is the server's.
 
     One call at a time: an engine keeps few that have not ended, and drops the oldest of more.
@@ -134,7 +134,7 @@ async def ask_engines(request: Request, action: str, body: dict[str, Any]) -> li
     return answers
 
 
-async def _asked(request: Request, *, takes_wait: bool = True) -> tuple[list[str], float]:
+async def _read_ids(request: Request, *, takes_wait: bool = True) -> tuple[list[str], float]:
     """Return the ids in a body, and how long to wait."""
     if received.engine() is None:
         raise HTTPException(404, "this server runs without RAGCache")

@@ -87,7 +87,7 @@ class Received:
         """The number of data-parallel engines behind this server."""
         return len(self._indices)
 
-    def tell(self, reports: Sequence[dict[str, Any] | None]) -> None:
+    def update(self, reports: Sequence[dict[str, Any] | None]) -> None:
         """Take in what each engine, or None, reported without a step, because it was asked to or nothing ran."""
         for engine, report in zip(self._indices, reports, strict=True):
             if report is not None:
@@ -111,7 +111,7 @@ class Received:
                 if before.engine_index == engine_index:
                     self._waits.put(tenant, speculation, Wait(engine_index, before.num_reports + 1, waited_s))
         if data.get("requests") or data.get("waited_s"):
-            self.notifier.tell()
+            self.notifier.notify()
 
     def request(
         self, response_id: str, tenant: str | None = None, *, any_tenant: bool = False

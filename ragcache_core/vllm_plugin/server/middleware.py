@@ -107,7 +107,7 @@ class AuthMiddleware:
         elif not self._may_enter(scope):
             refuse: ASGIApp = JSONResponse({"error": "Unauthorized"}, 401)  # as vLLM says it
             await (WebSocketClose(1008) if scope["type"] == "websocket" else refuse)(scope, receive, send)
-        elif (tenant := scope.get(TENANT)) is not None and not _may_ask(scope):
+        elif (tenant := scope.get(TENANT)) is not None and not _may_request(scope):
             refuse = WebSocketClose(1008) if scope["type"] == "websocket" else _not_for_tenants(scope, tenant)
             await refuse(scope, receive, send)
         elif not _is_work(scope):
@@ -159,7 +159,7 @@ class AuthMiddleware:
         return tenant is not None
 
 
-def _may_ask(scope: Scope) -> bool:
+def _may_request(scope: Scope) -> bool:
     """Return whether a tenant may ask this."""
     routes = _TENANTS_ROUTES.get(scope["method"]) if scope["type"] == "http" else None
     return routes is not None and routes.fullmatch(_path(scope)) is not None

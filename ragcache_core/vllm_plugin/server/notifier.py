@@ -16,18 +16,18 @@ class Notifier:
     def __init__(self) -> None:
         self._waiting: dict[asyncio.Event, asyncio.AbstractEventLoop] = {}
 
-    def tell(self) -> None:
+    def notify(self) -> None:
         """Wake all waiting coroutines."""
         for event, loop in list(self._waiting.items()):
             with suppress(RuntimeError):  # the loop was closed, with its coroutines
                 loop.call_soon_threadsafe(event.set)
 
-    async def wait_for(self, find: Callable[[], _Found | None], patience_s: float) -> _Found | None:
-        """Return the first result of ``find`` that is not ``None``; ``None`` after ``patience_s`` seconds."""
+    async def wait_for(self, find: Callable[[], _Found | None], timeout_s: float) -> _Found | None:
+        """Return the first result of ``find`` that is not ``None``; ``None`` after ``timeout_s`` seconds."""
         event = asyncio.Event()
         self._waiting[event] = asyncio.get_running_loop()
         try:
-            async with asyncio.timeout(patience_s):
+            async with asyncio.timeout(timeout_s):
                 while (found := find()) is None:
                     await event.wait()
                     event.clear()

@@ -102,11 +102,13 @@ def hang_timeout_s(environ: Mapping[str, str]) -> float | None:
     Raises:
         ConfigError: the variable says something else.
     """
-    said = environ.get(HANG_TIMEOUT_ENV, "")
+    configured = environ.get(HANG_TIMEOUT_ENV, "")
     try:
-        limit_s = float(said) if said else DEFAULT_HANG_TIMEOUT_S
+        limit_s = float(configured) if configured else DEFAULT_HANG_TIMEOUT_S
     except ValueError:
         limit_s = -1.0
     if not 0 <= limit_s < float("inf"):
-        raise ConfigError(f"{HANG_TIMEOUT_ENV} is {said!r:.40}; it must be a number of seconds, or 0 for no limit")
+        raise ConfigError(
+            f"{HANG_TIMEOUT_ENV} is {configured!r:.40}; it must be a number of seconds, or 0 for no limit"
+        )
     return limit_s or None

@@ -8,11 +8,11 @@ not: vLLM would answer with status 500, and never forget the request. What is ne
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator
 from contextlib import nullcontext
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
 from fastapi.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -21,12 +21,9 @@ from ragcache_core.vllm_plugin.server.middleware import TENANT
 from ragcache_core.vllm_plugin.server.rank_choice import RankChoice, documents_of
 from ragcache_core.wire import KEY, MAX_DOCUMENTS, check_depth, check_sendable, read_expected_uses
 
-_SUSPICIOUS = re.compile(rb"\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]|[0-9]{19}|[eE]\+?[0-9]{3}|NaN|Infinity|\\u00[5-7]|\0")
-"""Without one of these, a body holds no half of a surrogate pair, no number beyond 64 bits or a float.
-
-Letters may be written as escapes, and all of it in UTF-16 or 32, which has zeros; Python reads halves as bytes, too."""
-_METADATA = b"_transfer_params"
-"""Stands in the name of all metadata: found at once, where the expression would read the prompt's tokens."""
+_FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
+"""Splits a body into its fields, of which it parses nothing: a twentieth of the time of parsing token ids."""
+_TOKEN_IDS = msgspec.json.Decoder(list[Annotated[int, msgspec.Meta(ge=0, lt=2**31)]])
 _PER_RECORD = "/v1/ragcache/documents/register"
 """A route that rejects single records of a body, and not all of it."""
 _RANK = b"x-data-parallel-rank"
@@ -36,8 +33,8 @@ _RANK = b"x-data-parallel-rank"
 class RequestBodyCheck:
     """Middleware that answers such a request with status 400 or 413, and our error.
 
-    A body is parsed here only where its bytes make it suspicious. Where the server's state has a choice among
-    data-parallel engines (``ragcache_rank_choice``), a request goes where the documents that it names are.
+    Where the server's state has a choice among data-parallel engines (``ragcache_rank_choice``), a request goes where
+    the documents that it names are.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -93,15 +90,34 @@ def _transfer_params(request: dict[str, Any]) -> Iterator[tuple[str, dict[str, A
                 raise ConfigError(f"{prefix}{name} is {quoted(given)}: send an object, as the request's {name}")
 
 
+def _parse(body: bytes) -> Any:
+    """Return the JSON of a body, with an empty list in place of a list of token ids.
+
+    Raises:
+        ValueError, RecursionError: Python cannot read it.
+    """
+    try:
+        fields = _FIELDS.decode(body)
+    except (msgspec.MsgspecError, RecursionError):  # not UTF-8, no object, NaN, half of a surrogate pair, ...
+        return json.loads(body)
+    return {name: [] if _is_token_ids(value) else json.loads(bytes(value)) for name, value in fields.items()}
+
+
+def _is_token_ids(value: msgspec.Raw) -> bool:
+    try:
+        _TOKEN_IDS.decode(value)
+    except (msgspec.MsgspecError, RecursionError):
+        return False
+    return True
+
+
 def problem_of(body: bytes) -> tuple[int, str, str] | None:
     """Return why a body is rejected: status, vLLM's type of error, message.
 
     None if it is accepted, or is no JSON object, which vLLM reports.
     """
-    if _METADATA not in body and _SUSPICIOUS.search(body) is None:
-        return None
     try:
-        request: Any = json.loads(body)
+        request = _parse(body)
     except RecursionError:
         return None
     except ValueError as error:

@@ -23,14 +23,14 @@ _DEPENDING = ("max_tokens", "presence_penalty", "frequency_penalty")
 def request_defaults(model_config: Any) -> str:
     """Return the value of :data:`~ragcache_core.wire.DEFAULTS_HEADER` for a model, as vLLM's ``ModelConfig`` has it."""
     defaults = model_config.get_diff_sampling_param()
-    said: dict[str, object] = {name: defaults[name] for name in _DEPENDING if name in defaults}
+    added: dict[str, object] = {name: defaults[name] for name in _DEPENDING if name in defaults}
     is_chosen = model_config.generation_config not in ("auto", "vllm")
     most = defaults.get("max_tokens") if is_chosen else model_config.override_generation_config.get("max_new_tokens")
     if most is not None:
-        said["most_tokens"] = most
+        added["most_tokens"] = most
     if model_config.hf_config.model_type == "gpt_oss":  # the channels of harmony
-        said["is_parsed"] = True
-    return json.dumps(said)
+        added["is_parsed"] = True
+    return json.dumps(added)
 
 
 def replica_name(engine_id: str) -> str:
@@ -54,11 +54,11 @@ class DefaultsHeader:
             await self._app(scope, receive, send)
             return
 
-        async def telling(message: Message) -> None:
+        async def send_with_defaults(message: Message) -> None:
             if message["type"] == "http.response.start":
                 MutableHeaders(scope=message)[DEFAULTS_HEADER] = defaults
                 if (name := getattr(scope["app"].state, "ragcache_replica", None)) is not None:
                     MutableHeaders(scope=message)[REPLICA_HEADER] = name
             await send(message)
 
-        await self._app(scope, receive, telling)
+        await self._app(scope, receive, send_with_defaults)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 _ROUTES = ("/completions", "/responses")
-_PATIENCE_S = 0.5
+_TIMEOUT_S = 0.5
 _DONE = b"data: [DONE]"
 _DATA = b"data: "
 _CREATED = b"event: response.created\n"
@@ -121,7 +121,7 @@ class _Response:
         """Return a request's statistics; they may arrive a moment after its answer."""
         if not isinstance(response_id, str) or received.engine() is None:
             return None
-        return await received.notifier.wait_for(lambda: received.request(response_id, self._tenant), _PATIENCE_S)
+        return await received.notifier.wait_for(lambda: received.request(response_id, self._tenant), _TIMEOUT_S)
 
 
 def _object(data: bytes) -> dict[str, Any] | None:

@@ -56,7 +56,7 @@ from ragcache_core.wire import REPLICA_HEADER, max_body_bytes
 
 logger = logger_of(__name__)
 
-_PATIENCE_S = 0.5
+_TIMEOUT_S = 0.5
 _CURSOR = r"^([0-9a-f]{1,16}\.[0-9]{1,12}(-[0-9a-f]{1,16}\.[0-9]{1,12}){0,1023})?$"
 
 router = APIRouter(prefix="/v1/ragcache", tags=["ragcache"])
@@ -76,7 +76,7 @@ async def request_figures(response_id: str, asked: Request) -> dict[str, Any]:
         raise HTTPException(404, f"request {response_id!r:.80} was answered by another replica, {named!r:.40}")
     tenant = tenant_of(asked)
     if received.engine() is not None:
-        figures = await received.notifier.wait_for(lambda: received.request(response_id, tenant), _PATIENCE_S)
+        figures = await received.notifier.wait_for(lambda: received.request(response_id, tenant), _TIMEOUT_S)
         if figures is None and tenant is None:
             figures = received.request(response_id, any_tenant=True)
         if figures is not None:
@@ -90,7 +90,7 @@ async def stats(request: Request) -> dict[str, Any]:
     """Return a report of the engine's tiers; the engine is asked, between two steps."""
     if received.engine() is not None:
         with suppress(RuntimeError):  # a scheduler of another kind: what came with its steps is all there is
-            received.tell(await call_report(request.app.state.ragcache_engine_client))
+            received.update(await call_report(request.app.state.ragcache_engine_client))
     report = received.engine()
     if report is None:
         raise HTTPException(404, "this server runs without RAGCache")
@@ -145,7 +145,7 @@ async def speculation(speculation_id: str, request: Request, after: int = 0) -> 
     if received.engine() is None:
         raise HTTPException(404, "this server runs without RAGCache")
     own, tenant = own_speculation(request, speculation_id), tenant_of(request)
-    wait = await received.notifier.wait_for(lambda: received.wait_of(own, tenant, after=after), _PATIENCE_S)
+    wait = await received.notifier.wait_for(lambda: received.wait_of(own, tenant, after=after), _TIMEOUT_S)
     if wait is None:
         return {"waited_s": None, "num_reports": after}
     return {"waited_s": wait.waited_s, "num_reports": wait.num_reports}
@@ -157,7 +157,7 @@ async def confirm(speculation_id: str, request: Request) -> None:
     if received.engine() is None:
         raise HTTPException(404, "this server runs without RAGCache")
     own = own_speculation(request, speculation_id)
-    received.tell(await call_confirm(request.app.state.ragcache_engine_client, own, tenant_of(request)))
+    received.update(await call_confirm(request.app.state.ragcache_engine_client, own, tenant_of(request)))
 
 
 class PrefetchRequest(BaseModel):
@@ -279,4 +279,4 @@ class RAGCacheEndpoint:
                 )
             else:
                 check_same(reports, getattr(state, "ragcache_tenants", None))
-                received.tell(reports)
+                received.update(reports)

@@ -93,7 +93,7 @@ class SharedIO:
     ``primary_kv_view`` is host memory, ``[num_chunks, chunk_bytes]``; with ``max_bytes`` the objects take no more.
 
     Attributes:
-        is_given_up: more deletions wait than can be kept, so nothing may be read from the store any more.
+        is_disabled: more deletions wait than can be kept, so nothing may be read from the store any more.
         quota: the limit of what the objects take, where there is one.
     """
 
@@ -119,7 +119,7 @@ class SharedIO:
         self._known: OrderedDict[str, None] = OrderedDict()
         self._leaving: Counter[str] = Counter()  # how many deletions of a name wait, with those in `_undeleted`
         self._undeleted: dict[str, None] = {}  # the writer's
-        self.is_given_up = False
+        self.is_disabled = False
         self._progressed_s = 0.0
         self._ends_s: float | None = None
         self._inquiries: queue.Queue[Inquiry | None] = queue.Queue(_MAX_LOOKUPS)
@@ -170,7 +170,7 @@ class SharedIO:
             self._parts.put(SharedLoad(part, computed_s))
         return load, computed_s
 
-    def is_late(self, load: LoadTransfer, limit_s: float) -> bool:
+    def is_to_be_abandoned(self, load: LoadTransfer, limit_s: float) -> bool:
         """Return whether a load stalls, or takes longer than ``limit_s``: then reading rests."""
         now_s = time.monotonic()
         if self.reads.is_resting:
@@ -228,7 +228,7 @@ class SharedIO:
         are tried once, and not while writing rests: objects that are never read again need no more.
         """
         self.unlearn(names)
-        if self.is_given_up or not (is_retried or not self.writes.is_resting):
+        if self.is_disabled or not (is_retried or not self.writes.is_resting):
             return
         if is_retried:
             with self._lock:
@@ -245,9 +245,9 @@ class SharedIO:
         return len(self._leaving)
 
     @property
-    def is_writing(self) -> bool:
-        """Whether chunks wait for the writer; no longer than the store is tried."""
-        return self._num_waiting > 0
+    def num_waiting(self) -> int:
+        """Chunks that wait for the writer; no longer than the store is tried."""
+        return self._num_waiting
 
     @property
     def num_known(self) -> int:
@@ -264,11 +264,11 @@ class SharedIO:
             self._inquiries.put_nowait(None)
         for thread in self._threads:
             thread.join(max(ends_s - time.monotonic(), 0.0))
-        if num_left := self.num_undeleted:
+        if num_pending := self.num_undeleted:
             logger.warning(
                 "RC-SHARED-UNDELETED: RAGCache's shared store may still have %d forgotten chunks: delete what begins "
                 "with %s",
-                num_left,
+                num_pending,
                 self._objects.prefix,
             )
         self._store.close()
@@ -365,11 +365,11 @@ class SharedIO:
                 self._put(change)
 
     def _put(self, job: PutJob) -> None:
-        num_left = len(job.chunks)
+        num_pending = len(job.chunks)
         try:
             for start in range(0, len(job.chunks), self._at_once):
                 part, copies = job.chunks[start : start + self._at_once], list[bytes]()
-                if self.writes.is_resting or self._is_late() or not job.move(partial(self._copy, part, copies)):
+                if self.writes.is_resting or self._is_out_of_time() or not job.move(partial(self._copy, part, copies)):
                     break
                 if start + len(part) == len(job.chunks):
                     job.finish()  # host memory is needed no more
@@ -378,21 +378,21 @@ class SharedIO:
                     for (name, _, computed_s), data in zip(part, copies, strict=True)
                 ]
                 num_bytes = sum(len(data) for _, data in packed)
-                if self.quota is not None and not self.quota.admit(num_bytes, self._is_late):
+                if self.quota is not None and not self.quota.admit(num_bytes, self._is_out_of_time):
                     break
                 begun_s = time.monotonic()
                 self._store.put(packed)
                 self._objects.record_write(num_bytes, time.monotonic() - begun_s)
                 self.writes.succeed()
                 self._know([name for name, _ in packed])
-                num_left -= len(part)
+                num_pending -= len(part)
         except Exception as error:  # whatever a client raises, it is not stored
             self.writes.fail(error)
         finally:
             job.abandon()
             with self._lock:
                 self._num_waiting -= len(job.chunks)
-                self.num_dropped += num_left
+                self.num_dropped += num_pending
 
     def _copy(self, part: list[tuple[str, int, float]], copies: list[bytes]) -> None:
         copies.extend(self._rows[chunk_id].tobytes() for _, chunk_id, _ in part)
@@ -400,7 +400,7 @@ class SharedIO:
     def _describe(self, error: Exception) -> str:
         return f"{brief(error)}: {self._store.cure_of(error)}"
 
-    def _is_late(self) -> bool:
+    def _is_out_of_time(self) -> bool:
         """Return whether the engine ends, and has waited long enough for what is written."""
         return self._ends_s is not None and time.monotonic() > self._ends_s
 
@@ -414,8 +414,8 @@ class SharedIO:
                 if name in self._undeleted:
                     self._leaving[name] -= 1
                 self._undeleted[name] = None
-        if self.is_given_up or (len(self._undeleted) > _MAX_UNDELETED and self.writes.is_resting):
-            self._give_up()
+        if self.is_disabled or (len(self._undeleted) > _MAX_UNDELETED and self.writes.is_resting):
+            self._disable()
 
     def _delete_once(self, names: Sequence[str]) -> None:
         try:
@@ -442,9 +442,9 @@ class SharedIO:
         except Exception as error:  # whatever a client raises, it is tried again
             self.writes.fail(error)
 
-    def _give_up(self) -> None:
+    def _disable(self) -> None:
         """Stop using the store: the objects that must not be read are too many to keep."""
-        is_first, self.is_given_up = not self.is_given_up, True
+        is_first, self.is_disabled = not self.is_disabled, True
         with self._lock:
             self._undeleted.clear()
             self._leaving.clear()

@@ -7,7 +7,7 @@
 The codec is 0 for raw bytes, 1 for a Blosc2 frame. The checksum covers what is stored. Objects
 of a RAGCache before had no length, codec and format: they are read as well, and were always raw.
 
-With keys an object is sealed with AES-256-GCM, and so authenticated with its name; without the key the name reveals
+With keys an object is encrypted with AES-256-GCM, and so authenticated with its name; without the key the name reveals
 nothing of the tokens. Without keys, write access to the store allows any bytes with a valid checksum, and a list of its
 objects shows whether a guessed text is there.
 """
@@ -43,7 +43,7 @@ class Objects:
     Args:
         identity: everything that a chunk's bytes depend on besides its key, the same on every machine.
         chunk_bytes: of a chunk.
-        keys: seal the objects; None leaves them open.
+        keys: encrypt the objects; None leaves them in plain text.
         compression: packs chunks; None leaves them as they are. What is packed is read with either.
     """
 
@@ -54,7 +54,7 @@ class Objects:
         keys: Keys | None,
         compression: Compression | None = None,
     ) -> None:
-        said = {**identity, "chunk_bytes": chunk_bytes, "format": _NAME_FORMAT, "is_sealed": keys is not None}
+        said = {**identity, "chunk_bytes": chunk_bytes, "format": _NAME_FORMAT, "is_encrypted": keys is not None}
         self.prefix = f"ragcache/{hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()[:32]}"
         self.chunk_bytes = chunk_bytes
         self._keys = keys
@@ -74,11 +74,11 @@ class Objects:
         codec = _RAW if len(record) == self.chunk_bytes else _PACKED
         body = b"".join((record, _RECORD.pack(computed_s, len(record), codec, _RECORD_FORMAT)))
         packed = body + _digest(name, body, _RECORD_FORMAT)
-        return packed if self._keys is None else self._keys.seal(packed, name.encode())
+        return packed if self._keys is None else self._keys.encrypt(packed, name.encode())
 
     def unpack(self, name: str, data: bytes | memoryview) -> tuple[np.ndarray, float] | None:
         """Return a chunk's bytes and their time of computation; None unless they were packed under ``name``."""
-        packed = data if self._keys is None else self._keys.open(data, name.encode())
+        packed = data if self._keys is None else self._keys.decrypt(data, name.encode())
         if packed is None or len(packed) < _RECORD.size + _DIGEST_BYTES:
             return None
         view = memoryview(packed)

@@ -112,7 +112,7 @@ class SharedTier(TransferTier):
         self._is_enabled = True
         self._queries: dict[str, _StoreQuery] = {}
         self._computed_s: dict[int, dict[bytes, float]] = {}
-        self._counted = (0, 0, 0, 0)
+        self._counted: tuple[int, ...] = (0, 0, 0, 0, 0)
         self._controller.shared = self
         self._controller.forgetting.add_holder(self)
         logger.info("RAGCache shares KV at %s, under %s", url, self._objects.prefix)
@@ -155,7 +155,7 @@ class SharedTier(TransferTier):
     @property
     def has_pending_work(self) -> bool:
         """Whether an engine without requests goes on stepping, to report the work of the threads."""
-        return self._io.is_writing or self._figures() != self._counted
+        return self._io.num_waiting > 0 or self._figures() != self._counted
 
     def drain(self) -> None:
         """Stop all use of host memory by the tier: loads and stores in flight are abandoned."""
@@ -220,21 +220,21 @@ class SharedTier(TransferTier):
             self._io.delete(names, is_retried=forgotten.is_all or bool(forgotten.doc_ids))
         return Freed()
 
-    def num_left(self) -> int:
+    def num_pending(self) -> int:
         """Return how many objects are not deleted yet."""
         return self._io.num_undeleted
 
-    def why_left(self) -> str | None:
+    def deletion_problem(self) -> str | None:
         """Return why the store may keep deleted KV: it cannot delete it now."""
-        if self._io.is_given_up:
+        if self._io.is_disabled:
             return (
                 f"the shared store {self.url} has not deleted what was forgotten, and is used no more: before the next "
                 f"start, delete what begins with {self._objects.prefix}"
             )
-        if not (num_left := self._io.num_undeleted) or not self._io.writes.is_resting:
+        if not (num_pending := self._io.num_undeleted) or not self._io.writes.is_resting:
             return None
         return (
-            f"the shared store {self.url} does not answer, and may have {num_left} chunks: they are deleted when it "
+            f"the shared store {self.url} does not answer, and may have {num_pending} chunks: they are deleted when it "
             f"does, while this engine runs; else delete what begins with {self._objects.prefix}"
         )
 
@@ -242,7 +242,7 @@ class SharedTier(TransferTier):
 
     @property
     def _is_used(self) -> bool:
-        return self._is_enabled and not self._io.is_given_up
+        return self._is_enabled and not self._io.is_disabled
 
     def _begin_store(self, job: TierJob) -> PutJob | None:
         if not self._is_used:
@@ -308,19 +308,26 @@ class SharedTier(TransferTier):
             query.found = set()
         query.limit_s = min(max(saved_s, _SHORTEST_LIMIT_S), LOAD_TIMEOUT_S)
 
-    def _figures(self) -> tuple[int, int, int, int]:
+    def _figures(self) -> tuple[int, ...]:
         io = self._io
-        return io.num_damaged, io.num_dropped, io.reads.num_failures + io.writes.num_failures, io.num_known
+        return (
+            io.num_damaged,
+            io.num_dropped,
+            io.reads.num_failures + io.writes.num_failures,
+            io.num_known,
+            io.num_waiting,
+        )
 
     def _count(self) -> None:
         """Add the threads' new counts to the engine's counters."""
         counters, now = self._controller.counters, self._figures()
         if now != self._counted:
-            damaged, dropped, failures, _ = (new - old for new, old in zip(now, self._counted, strict=True))
+            damaged, dropped, failures, _, waiting = (new - old for new, old in zip(now, self._counted, strict=True))
             counters.num_corrupt_blocks += damaged
             counters.num_shared_corrupt_blocks += damaged
             counters.num_dropped_blocks += dropped
             counters.num_shared_dropped_blocks += dropped
             counters.num_shared_failures += failures
+            counters.num_shared_pending_blocks += waiting
             self._counted = now
             self._controller.record_change()

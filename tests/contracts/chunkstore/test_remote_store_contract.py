@@ -1,10 +1,11 @@
-"""What every store that engines share must keep to: a Redis server, a bucket of S3, and obstore's own in memory."""
+"""The contract of stores that engines share: a Redis server, a bucket of S3, a folder, obstore's store in memory."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
@@ -16,8 +17,8 @@ from tests.support.shared_stores import S3_ENV, redis_server, s3_server
 NAMES = [f"ragcache/model/{i:03}" for i in range(60)]
 
 
-@pytest.fixture(scope="module", params=["redis", "s3", "memory"])
-def opened(request: pytest.FixtureRequest) -> Iterator[RemoteStore]:
+@pytest.fixture(scope="module", params=["redis", "s3", "folder", "memory"])
+def opened(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RemoteStore]:
     with pytest.MonkeyPatch.context() as patch:
         match request.param:
             case "redis":
@@ -28,12 +29,14 @@ def opened(request: pytest.FixtureRequest) -> Iterator[RemoteStore]:
                     for name, value in {**S3_ENV, "AWS_ENDPOINT_URL": endpoint}.items():
                         patch.setenv(name, value)
                     yield open_remote("s3://kv-bucket/some/prefix", timeout_s=20.0)
+            case "folder":
+                yield open_remote((tmp_path_factory.mktemp("shared") / "kv of all").as_uri())
             case _:
                 from obstore.store import MemoryStore
 
                 from ragcache_core.chunkstore.remote.object_store import ObjectStore
 
-                yield ObjectStore(MemoryStore(), timeout_s=1.0)
+                yield ObjectStore(MemoryStore())
 
 
 @pytest.fixture
@@ -56,12 +59,12 @@ def test_what_is_put_again_is_replaced(store: RemoteStore) -> None:
 
 
 @pytest.mark.parametrize("num_there", [0, 1, 7, 8, 9, 33, 59, 60])
-def test_of_a_chain_the_leading_ones_are_found(store: RemoteStore, num_there: int) -> None:
+def test_the_leading_blocks_of_a_chain_are_found(store: RemoteStore, num_there: int) -> None:
     store.put([(name, b"x") for name in NAMES[:num_there]])
     assert store.exists(NAMES, is_chain=True) == [i < num_there for i in range(len(NAMES))]
 
 
-def test_of_single_names_each_that_is_there_is_found(store: RemoteStore) -> None:
+def test_single_names_that_exist_are_found(store: RemoteStore) -> None:
     store.put([(NAMES[i], b"x") for i in (1, 2, 5)])
     assert store.exists(NAMES[:7], is_chain=False) == [False, True, True, False, False, True, False]
 
@@ -118,7 +121,7 @@ def test_a_writer_lists_a_64th_of_its_limit_apart(store: RemoteStore, monkeypatc
     assert num_lists == 10
 
 
-def test_a_redis_tells_what_was_used_longest_ago_and_asking_is_no_use() -> None:
+def test_redis_reports_the_least_recently_used_and_lookups_are_no_use() -> None:
     with redis_server() as server:
         store, client = open_remote(server.url), server.client()
         store.put([(name, b"x") for name in NAMES[:3]])
@@ -134,7 +137,7 @@ def test_a_redis_tells_what_was_used_longest_ago_and_asking_is_no_use() -> None:
         assert sorted(listed(store)) == NAMES[:3], "where no time is known, the order is any"
 
 
-def test_a_redis_that_deletes_by_itself_is_told_after_how_long() -> None:
+def test_a_redis_with_expiry_gets_the_time_to_live() -> None:
     with redis_server() as server:
         open_remote(server.url, ttl_s=100.0).put([("a", b"x")])
         open_remote(server.url).put([("b", b"x")])
@@ -142,7 +145,7 @@ def test_a_redis_that_deletes_by_itself_is_told_after_how_long() -> None:
         assert server.client().ttl("b") == -1
 
 
-def test_a_wrong_password_is_refused_at_the_door_and_the_right_one_is_of_the_environment(
+def test_a_wrong_password_is_rejected_at_launch_and_the_environment_has_the_right_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with redis_server("--requirepass", "right") as server:
@@ -156,7 +159,7 @@ def test_a_wrong_password_is_refused_at_the_door_and_the_right_one_is_of_the_env
 
 
 @pytest.mark.parametrize("url", ["redis://127.0.0.1:1/0", "s3://kv-bucket/x"])
-def test_a_store_that_does_not_answer_is_no_error_at_the_door(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unavailable_store_is_no_error_at_the_entry(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {**S3_ENV, "AWS_ENDPOINT_URL": "http://127.0.0.1:1"}.items():
         monkeypatch.setenv(name, value)
     why = check_reachable(url)
@@ -165,13 +168,30 @@ def test_a_store_that_does_not_answer_is_no_error_at_the_door(url: str, monkeypa
     assert "answer" in why
 
 
+def test_a_folder_is_private_and_one_that_cannot_be_used_is_refused_at_the_start(tmp_path: Path) -> None:
+    folder = tmp_path / "new" / "kv"
+    assert check_reachable(folder.as_uri(), is_limited=True) is None
+    assert folder.stat().st_mode & 0o077 == 0
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="see that the folder is mounted"):
+        check_reachable((tmp_path / "file").as_uri())
+
+
+def test_a_write_that_was_cut_off_in_a_folder_is_no_object(tmp_path: Path) -> None:
+    store = open_remote(tmp_path.as_uri())
+    store.put([(NAMES[0], b"whole")])
+    (tmp_path / f"{NAMES[1]}#1").write_bytes(b"cut o")  # obstore writes there, then renames
+    assert store.exists(NAMES[:2], is_chain=False) == [True, False]
+    assert list(listed(store)) == NAMES[:1]
+
+
 def test_a_slow_put_delays_no_look_up_and_no_read(monkeypatch: pytest.MonkeyPatch) -> None:
     import obstore
     from obstore.store import MemoryStore
 
     from ragcache_core.chunkstore.remote.object_store import ObjectStore
 
-    store = ObjectStore(MemoryStore(), timeout_s=1.0)
+    store = ObjectStore(MemoryStore())
     store.put([(NAMES[0], b"x")])
     may_end, put = threading.Event(), obstore.put
     with ThreadPoolExecutor(1) as writer:

@@ -61,7 +61,7 @@ def test_a_rank_is_a_finite_number(policy: ReplacementPolicy) -> None:
         assert math.isfinite(worth(policy, stats, at))
 
 
-def test_more_recent_and_as_frequent_is_worth_at_least_as_much(policy: ReplacementPolicy) -> None:
+def test_a_later_access_never_lowers_the_priority(policy: ReplacementPolicy) -> None:
     old, new = NodeStats(0, 512), NodeStats(1, 512)
     for at in (1, 3):
         retrieve(policy, old, at)
@@ -70,7 +70,7 @@ def test_more_recent_and_as_frequent_is_worth_at_least_as_much(policy: Replaceme
     assert worth(policy, new, 41) >= worth(policy, old, 41)
 
 
-def test_more_frequent_and_as_recent_is_worth_at_least_as_much(policy: ReplacementPolicy) -> None:
+def test_a_higher_frequency_never_lowers_the_priority(policy: ReplacementPolicy) -> None:
     rare, frequent = NodeStats(0, 512), NodeStats(1, 512)
     for at in (1, 2, 3):
         retrieve(policy, frequent, at)

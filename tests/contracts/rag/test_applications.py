@@ -100,7 +100,7 @@ async def test_shallow_copies_answer_and_others_are_refused_by_name(framework: F
     ("package", "missing"),
     [("langchain", "langchain_core"), ("langchain", "langchain_openai"), ("llamaindex", "llama_index.core")],
 )
-def test_without_its_framework_a_package_says_what_to_install(package: str, missing: str) -> None:
+def test_without_its_framework_a_package_reports_what_to_install(package: str, missing: str) -> None:
     code = f"import sys; sys.modules[{missing!r}] = None; import ragcache_integrations.{package}"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert run.returncode != 0

@@ -76,7 +76,7 @@ async def test_plain_vllm_answers_with_the_statistics_of_its_usage_alone(
     assert set(server.cache_questions) == {"stats", "tokenizer"}
 
 
-async def test_an_answer_says_which_tier_its_tokens_came_from(
+async def test_an_answer_reports_which_tier_its_tokens_came_from(
     framework: Framework, ask: str, server: ScriptedServer
 ) -> None:
     server.cache = THREE_TIERS
@@ -278,7 +278,7 @@ async def test_errors_of_requests_are_ours_and_the_openai_sdks(
 
 
 @pytest.mark.parametrize(("temperature", "end"), [(0.0, "four"), (0.7, "five")])
-async def test_a_stream_that_lost_its_engine_continues_and_says_so(
+async def test_a_stream_that_lost_its_engine_continues_and_reports_it(
     framework: Framework, stream: str, server: ScriptedServer, temperature: float, end: str
 ) -> None:
     server.names_tokens, server.rules = True, [rest_of(f"one two three {end}")]

@@ -92,7 +92,7 @@ async def test_a_speculation_has_the_same_options_and_is_joined(
         assert answer.stats["deadline"]["is_in_time"]
 
 
-async def test_an_answer_says_what_was_reused_and_the_handler_sums_it_up(
+async def test_an_answer_reports_what_was_reused_and_the_handler_sums_it_up(
     framework: Framework, server: ScriptedServer
 ) -> None:
     server.cache, server.reuse = THREE_TIERS, REUSE

@@ -141,7 +141,7 @@ async def test_without_our_plugin_the_request_is_sent_when_the_search_has_ended(
     assert "RAGCache's scheduler" in warning.message
 
 
-async def test_another_model_answers_when_the_search_has_ended_and_that_is_said_once(
+async def test_another_model_answers_when_the_search_has_ended_and_that_is_reported_once(
     framework: Framework, few: str, server: ScriptedServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = framework.other_model()
@@ -170,7 +170,7 @@ async def test_a_retriever_of_another_make_is_one_stage(
 
 
 @pytest.mark.parametrize("way", [0, 1])
-async def test_events_tell_of_each_stage_and_each_speculation_in_order(
+async def test_events_report_each_stage_and_each_speculation_in_order(
     framework: Framework, way: int, num_begun: Any
 ) -> None:
     def num_starts() -> int:
@@ -244,7 +244,7 @@ async def test_a_search_that_never_ends_is_timed_out(
     assert source.num_open == 0
 
 
-async def test_a_speculation_that_the_engine_refuses_is_asked_again_for_real(
+async def test_a_speculation_that_the_engine_refuses_is_queried_again_for_real(
     framework: Framework, generations: Any, server: ScriptedServer
 ) -> None:
     server.script(Refusal(503, "too busy", "ServiceUnavailable"))

@@ -96,9 +96,9 @@ async def test_documents_that_are_deleted_before_a_search_begins_are_not_missed(
     monkeypatch.setattr(DocumentStore, "__len__", lambda _: 100)
     monkeypatch.setattr(DocumentStore, "__contains__", lambda _, __: True)
     retriever = framework.retriever(store, k=6)
-    for removed, num_left in ((["b", "c", "d"], 4), (["a", "b"], 1), ([], 0)):
+    for removed, num_remaining in ((["b", "c", "d"], 4), (["a", "b"], 1), ([], 0)):
         for is_async in (False, True):
-            assert len(await framework.search(store, "star", 6, is_async=is_async)) == num_left
-            assert len(await framework.find(retriever, is_async=is_async, question="star")) == num_left
-            assert len(await framework.get(store, list(TEXTS), is_async=is_async)) == num_left
+            assert len(await framework.search(store, "star", 6, is_async=is_async)) == num_remaining
+            assert len(await framework.find(retriever, is_async=is_async, question="star")) == num_remaining
+            assert len(await framework.get(store, list(TEXTS), is_async=is_async)) == num_remaining
         await framework.remove(store, removed)

@@ -76,7 +76,7 @@ def test_computing_everything_in_slices_equals_a_prefill(facts: tuple[str, dict[
         assert found.get(name, 0.0) <= _computed_tolerance(mode, found), name
 
 
-def test_everything_was_computed_where_that_is_said(facts: tuple[str, dict[str, Any]]) -> None:
+def test_everything_was_computed_where_that_is_reported(facts: tuple[str, dict[str, Any]]) -> None:
     """Nothing but what is cached exactly was read: neither a document, nor a part of one."""
     mode, found = facts
     if "process" in mode:

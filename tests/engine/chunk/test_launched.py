@@ -66,7 +66,7 @@ def _ask(engine: Engine, names: Sequence[str], chunk_reuse: Any = None) -> tuple
     return generation.text, generation.stats
 
 
-def test_documents_are_reused_behind_others_and_the_request_says_so(launched: Engine) -> None:
+def test_documents_are_reused_behind_others_and_the_request_reports_it(launched: Engine) -> None:
     _, first = _ask(launched, "abc", _THIRD)
     assert first.chunk_reuse is None, "nothing was stored yet"
     _, stats = _ask(launched, "dcba", _THIRD)
@@ -92,9 +92,7 @@ def test_documents_are_reused_behind_others_with_the_less_computed_the_sooner_fo
     assert focused.num_computed_tokens < whole.num_computed_tokens
 
 
-def test_what_an_approximate_answer_left_is_found_by_those_who_ask_alike_and_by_nobody_else(
-    launched: Engine, engine: Engine
-) -> None:
+def test_blocks_of_an_approximate_answer_are_hits_for_equal_requests_only(launched: Engine, engine: Engine) -> None:
     _ask(launched, "bad", _THIRD)
     text, first = _ask(launched, "gdab", _THIRD)
     assert first.chunk_reuse is not None
@@ -134,7 +132,7 @@ def test_answers_without_it_are_those_of_an_engine_that_has_it_not(launched: Eng
         assert _ask(launched, names, False)[0] == text
 
 
-def test_a_request_for_a_quality_that_nobody_measured_is_answered_exactly_and_counted(launched: Engine) -> None:
+def test_a_request_for_an_unmeasured_quality_is_answered_exactly_and_counted(launched: Engine) -> None:
     before = launched.stats().chunks
     _, stats = _ask(launched, "cba", {"quality": 0.99})
     after = launched.stats().chunks
@@ -190,9 +188,7 @@ def _has_kept(engine: Engine, num_captured: int) -> bool:
     return until(has, timeout_s=20)
 
 
-def test_a_forgotten_document_is_in_no_chunk_and_no_file_and_is_computed_anew(
-    launched: Engine, directory: Path
-) -> None:
+def test_a_forgotten_document_is_in_no_chunk_and_no_file_and_is_recomputed(launched: Engine, directory: Path) -> None:
     prompt = _LAYOUT.render(launched.tokenizer, [_DOCUMENTS["e"], _DOCUMENTS["h"]], _QUESTION)
     documents = (segment for segment in prompt.segments if segment.kind is SegmentKind.DOCUMENT)
     token_ids, behind = (pack_token_ids(prompt.token_ids[each.start : each.text_end]) for each in documents)

@@ -17,7 +17,7 @@ _BLOCKS, _SIZE, _KV_HEADS, _GROUP, _DIM = 12, 4, 2, 3, 8
 
 
 def _layer(cache: torch.Tensor, **attention: Any) -> Any:
-    backend = SimpleNamespace(forward_includes_kv_cache_update=attention.pop("is_late", False))
+    backend = SimpleNamespace(forward_includes_kv_cache_update=attention.pop("updates_cache_in_forward", False))
     impl = SimpleNamespace(scale=_DIM**-0.5, logits_soft_cap=attention.pop("soft_cap", 0.0))
     rows = cache.transpose(1, 2)
     return SimpleNamespace(

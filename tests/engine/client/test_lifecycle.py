@@ -206,7 +206,7 @@ def test_the_server_ends_with_its_owner(tmp_path: Path) -> None:
     assert wait_until(lambda: not leaked(shared)), leaked(shared)
 
 
-def test_a_server_that_cannot_start_says_why_in_one_line_and_leaves_nothing(tmp_path: Path) -> None:
+def test_a_server_that_cannot_start_reports_why_in_one_line_and_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(EngineStartError, match="max_model_len") as refused:
         Engine.launch(
             str(DEMO_MODEL),
@@ -219,7 +219,7 @@ def test_a_server_that_cannot_start_says_why_in_one_line_and_leaves_nothing(tmp_
     assert (tmp_path / "log").stat().st_size > 0
 
 
-def test_a_start_that_makes_no_progress_is_given_up_and_leaves_nothing(tmp_path: Path) -> None:
+def test_a_start_without_progress_is_aborted_and_leaves_nothing(tmp_path: Path) -> None:
     started: list[str] = []
     with pytest.raises(EngineStartError, match="had made no progress for 0.5 s: raise startup_timeout_s"):
         Engine.launch(

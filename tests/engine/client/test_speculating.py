@@ -29,7 +29,7 @@ LONG_ANSWER = {**LONG, "n": 1}
 ATTEMPTS = 12
 """A server beside a model on few cores tells nothing for a while now and then: then all is over before it is seen, and
 the test begins again."""
-PATIENCE_S = 30.0
+TIMEOUT_S = 30.0
 
 
 def documents(mark: str, num_sentences: int = 30) -> list[Document]:
@@ -135,7 +135,7 @@ def test_a_speculation_that_is_preempted_pauses_until_there_is_room_again(engine
 
 def _begins(speculation: Speculation, after_s: float | None = None) -> bool:
     """Return whether the engine soon tells that it began, or began again."""
-    return until(lambda: speculation.started_s != after_s, PATIENCE_S)
+    return until(lambda: speculation.started_s != after_s, TIMEOUT_S)
 
 
 def _takes_all_room(engine: Engine) -> bool:
@@ -167,7 +167,7 @@ def _while_waiting(engine: Engine, num_waiting: int, real: Iterator[object]) -> 
 
 @pytest.mark.slow
 @pytest.mark.alone
-def test_the_engine_tells_when_it_began_while_it_still_answers(engine: Engine) -> None:
+def test_the_engine_reports_when_it_began_while_it_still_answers(engine: Engine) -> None:
     for _ in range(ATTEMPTS):
         speculation = speculate(engine, lambda: engine.generate("Zorval", **LONG_ANSWER))
         assert _begins(speculation)

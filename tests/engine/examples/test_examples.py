@@ -91,7 +91,7 @@ def test_an_example_prints_a_table_for_people(name: str, engine: Engine, capsys:
         assert printed.count(" right ") >= 0.9 * len(rows), "each answer is that of its question"
 
 
-def test_the_demo_answers_at_least_nine_in_ten_and_says_what_was_cached(
+def test_the_demo_answers_at_least_nine_in_ten_and_reports_what_was_cached(
     engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(demo, "RESULTS", tmp_path / "demo.json")
@@ -188,7 +188,7 @@ def test_each_deadline_gets_the_least_deviation_that_is_predicted_to_meet_it(
     assert "nothing is predicted to meet" in rows[-1]["why"]
 
 
-def test_nearly_equal_documents_that_are_cached_are_shown_and_told(
+def test_cached_nearly_equal_documents_are_used_and_reported(
     engine: Engine, capsys: pytest.CaptureFixture[str]
 ) -> None:
     near_equals.main(["--url", engine.base_url, "--json"])

@@ -238,7 +238,7 @@ def test_structured_output_is_enforced(llm: RAGCacheLLM) -> None:
     assert Judged.model_validate_json(spelled).answer in ("yes", "no")
 
 
-def test_a_router_asks_the_selector_and_says_which_to_use_where_the_model_cannot_spell_a_choice(
+def test_a_router_asks_the_selector_and_reports_which_to_use_where_the_model_cannot_spell_a_choice(
     llm: RAGCacheLLM, retriever: RAGCacheRetriever
 ) -> None:
     """The demo model has no token for the beginning of what LlamaIndex's own choice of a selector requires."""

@@ -16,7 +16,7 @@ from tests.conftest import DEMO_MODEL, ENGINE_ARGS
 from tests.support.waiting import until
 
 BLOCK = 32
-PATIENCE_S = 60.0
+TIMEOUT_S = 60.0
 WORDS = ("Zorval", "Tenrik", "was", "a", "company", "founded", "by", "Anna", "Boris", "in", "1823", "makes", "clocks")
 QUESTION = "Who founded Zorval?"
 _ENV = {
@@ -54,7 +54,7 @@ def empty_the_gpu(engine: Engine) -> None:
     """Make vLLM forget its own KV memory, and nothing else."""
     url = f"{engine.base_url.removesuffix('/v1')}/reset_prefix_cache"
     headers = {"Authorization": f"Bearer {engine.api_key}"}
-    assert until(lambda: httpx.post(url, headers=headers, timeout=30).status_code == 200, PATIENCE_S)
+    assert until(lambda: httpx.post(url, headers=headers, timeout=30).status_code == 200, TIMEOUT_S)
 
 
 def log_of(engine: Engine) -> str:

@@ -18,7 +18,7 @@ from ragcache_core import CacheConfig, Document, PromptLayout
 from ragcache_core.client import Engine
 from ragcache_core.config import ChunkReuse
 from ragcache_core.errors import EngineError
-from tests.engine.parallel.scene import BLOCK, PATIENCE_S, QUESTION, ask, documents, empty_the_gpu, launched
+from tests.engine.parallel.scene import BLOCK, QUESTION, TIMEOUT_S, ask, documents, empty_the_gpu, launched
 from tests.support.asking_ahead import speculate
 from tests.support.waiting import until
 
@@ -60,7 +60,7 @@ def test_a_request_goes_to_the_engine_that_has_its_documents(two: Engine) -> Non
     answers = {}
     for mark in MARKS:
         answers[mark], _ = ask(two, documents(mark))
-    assert until(lambda: sum(counted(two, "ragcache_requests_total").values()) == len(MARKS), PATIENCE_S)
+    assert until(lambda: sum(counted(two, "ragcache_requests_total").values()) == len(MARKS), TIMEOUT_S)
     before = counted(two, "ragcache_requests_total")
     assert set(before) == {"0", "1"}
     assert all(before.values()), "new documents are spread over both"
@@ -70,7 +70,7 @@ def test_a_request_goes_to_the_engine_that_has_its_documents(two: Engine) -> Non
         assert stats.num_cached_tokens >= stats.num_prompt_tokens - 2 * BLOCK, (
             f"{mark} went where its documents are not"
         )
-    assert until(lambda: sum(counted(two, "ragcache_requests_total").values()) == 3 * len(MARKS), PATIENCE_S)
+    assert until(lambda: sum(counted(two, "ragcache_requests_total").values()) == 3 * len(MARKS), TIMEOUT_S)
     assert counted(two, "ragcache_requests_total") == {index: 3 * count for index, count in before.items()}
 
 
@@ -114,7 +114,7 @@ def test_a_confirmation_reaches_the_engine_that_speculates(two: Engine) -> None:
     before = two.stats().num_confirmed_speculations
     for i in range(2):  # whichever engine takes them
         start_speculation(two, documents(f"ahead {i}"))
-    assert until(lambda: two.stats().num_confirmed_speculations == before + 2, PATIENCE_S)
+    assert until(lambda: two.stats().num_confirmed_speculations == before + 2, TIMEOUT_S)
 
 
 def start_speculation(engine: Engine, shown: list[Document]) -> None:
@@ -128,7 +128,7 @@ def start_speculation(engine: Engine, shown: list[Document]) -> None:
 def test_documents_are_ordered_by_what_any_engine_has(two: Engine) -> None:
     for mark in MARKS[:4]:
         shown = documents(mark)
-        assert until(lambda shown=shown: is_brought_back(two, shown), PATIENCE_S)
+        assert until(lambda shown=shown: is_brought_back(two, shown), TIMEOUT_S)
 
 
 def test_the_death_of_one_engine_restarts_both_and_nothing_is_lost_below_the_gpu(two: Engine) -> None:
@@ -142,7 +142,7 @@ def test_the_death_of_one_engine_restarts_both_and_nothing_is_lost_below_the_gpu
         except (EngineError, psutil.Error):
             return False
 
-    assert until(has_other_engines, 2 * PATIENCE_S)
+    assert until(has_other_engines, 2 * TIMEOUT_S)
     num_found = 0
     for rank in ("0", "1"):  # who had what is forgotten
         here: dict[str, Any] = {"extra_headers": {"X-data-parallel-rank": rank}}

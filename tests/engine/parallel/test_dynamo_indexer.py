@@ -69,12 +69,12 @@ class Scene:
         settings["kv_events_config"] = {"enable_kv_cache_events": True, "endpoint": f"tcp://*:{self._events}"}
         return Engine.launch(str(DEMO_MODEL), port=self._port, api_key=KEY, max_restarts=0, **settings)
 
-    def tell(self, path: str, **body: Any) -> None:
+    def post(self, path: str, **body: Any) -> None:
         answer = httpx.post(f"http://127.0.0.1:{self._indexer}/{path}", json={"model_name": "demo_model", **body})
         assert answer.is_success, answer.text
 
     def register(self) -> None:
-        self.tell("register", instance_id=1, endpoint=f"tcp://127.0.0.1:{self._events}", block_size=BLOCK)
+        self.post("register", instance_id=1, endpoint=f"tcp://127.0.0.1:{self._events}", block_size=BLOCK)
 
     def ask(self, document: int) -> dict[str, int]:
         """Ask the engine; return the prompt's tokens by tier."""
@@ -115,7 +115,7 @@ def test_the_indexer_knows_what_each_tier_has(scene: Scene) -> None:
         held = {document: scene.ask(document)["num_gpu_tokens"] for document in newest_first}
         assert held == {document: on_gpu[document] for document in newest_first}
     with scene.launch():  # events begin at 0 again, so the indexer must drop what it knows
-        scene.tell("unregister", instance_id=1)
+        scene.post("unregister", instance_id=1)
         scene.register()
         assert {scene.known(document) for document in DOCUMENTS} == {(0, 0)}
         assert scene.ask(3)["num_disk_tokens"] > 0

@@ -10,7 +10,7 @@ import pytest
 
 from ragcache_core import CacheConfig, PromptLayout
 from ragcache_core.client import Engine
-from tests.engine.parallel.scene import BLOCK, PATIENCE_S, QUESTION, ask, documents, launched
+from tests.engine.parallel.scene import BLOCK, QUESTION, TIMEOUT_S, ask, documents, launched
 from tests.support.asking_ahead import speculate
 from tests.support.waiting import until
 
@@ -61,10 +61,10 @@ def test_both_report_the_same_engine_and_its_series_count_once(fronted: Engine) 
         lines = [line for _ in range(ENOUGH // 2) for line in httpx.get(url, timeout=30).text.splitlines()]
         return {line.rpartition(" ")[2] for line in lines if line.startswith("ragcache_requests_total{")}
 
-    assert until(lambda: counted() == {f"{stats.num_requests}.0"}, PATIENCE_S), counted()
+    assert until(lambda: counted() == {f"{stats.num_requests}.0"}, TIMEOUT_S), counted()
 
 
-def test_both_tell_what_is_cached_and_how_long_a_speculation_waited(fronted: Engine) -> None:
+def test_both_report_what_is_cached_and_how_long_a_speculation_waited(fronted: Engine) -> None:
     told = get(fronted, "cached_paths")
     assert all(documents(mark)[0].doc_id in answer.text for answer in told for mark in MARKS)
     cursor = told[0].json()["cursor"]
@@ -73,7 +73,7 @@ def test_both_tell_what_is_cached_and_how_long_a_speculation_waited(fronted: Eng
     before = fronted.stats().num_confirmed_speculations
     prompt = PromptLayout().render(fronted.tokenizer, documents("ahead"), QUESTION)
     ahead = speculate(fronted, lambda: fronted.generate(prompt, max_tokens=8))
-    assert until(lambda: ahead.started_s is not None, PATIENCE_S), "the engine told of it"
+    assert until(lambda: ahead.started_s is not None, TIMEOUT_S), "the engine told of it"
     assert fronted.generate(prompt, max_tokens=8).text
     assert not ahead.is_failed
     assert fronted.stats().num_confirmed_speculations == before + 1
@@ -93,4 +93,4 @@ def test_both_recognise_what_was_registered_with_one_of_them(fronted: Engine) ->
         told = [answer.json()["recognition"] for answer in get(fronted, "stats")]
         return all((each["num_documents"], each["num_recognised"]) == (1, 3 * ENOUGH) for each in told)
 
-    assert until(is_counted, PATIENCE_S)
+    assert until(is_counted, TIMEOUT_S)

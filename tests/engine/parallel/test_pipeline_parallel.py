@@ -49,7 +49,7 @@ def test_a_first_stage_with_more_layers_has_every_tier_and_the_same_answers(tmp_
         assert "keeps nothing" not in log_of(engine)
 
 
-def test_a_later_stage_with_more_layers_leaves_gpu_memory_alone_and_says_so_once(tmp_path: Path) -> None:
+def test_a_later_stage_with_more_layers_leaves_gpu_memory_alone_and_reports_it_once(tmp_path: Path) -> None:
     env = {"VLLM_PP_LAYER_PARTITION": "1,3"}
     with launched(tmp_path, cache(tmp_path), env, **TWO_STAGES) as engine:
         answers = {mark: ask(engine, documents(mark))[0] for mark in MARKS[:2]}

@@ -20,14 +20,14 @@ from examples import fleet_ray as example
 from examples._shared import open_demo_store
 from ragcache_core import Engine, PromptLayout, RenderedPrompt
 from tests.conftest import DEMO_MODEL
-from tests.engine.parallel.scene import BLOCK, PATIENCE_S, QUESTION, documents
+from tests.engine.parallel.scene import BLOCK, QUESTION, TIMEOUT_S, documents
 from tests.support.asking_ahead import speculate
 from tests.support.waiting import until
 
 pytest.importorskip("ray.serve", reason="ray[serve] is not installed")
 
 MARKS = [f"ray {i}" for i in range(10)]
-ANEW_S = 400.0
+RESTART_S = 400.0
 """Seconds in which another replica has started, on two cores that others use as well."""
 
 
@@ -45,7 +45,7 @@ def together() -> Iterator[Engine]:
         with example.served(options) as engine:
             yield engine
             engines = servers()
-    assert not psutil.wait_procs(engines, timeout=PATIENCE_S)[1], "engines end with their replicas"
+    assert not psutil.wait_procs(engines, timeout=TIMEOUT_S)[1], "engines end with their replicas"
     shutil.rmtree(folder)
 
 
@@ -68,7 +68,7 @@ def prompt(engine: Engine, mark: str) -> RenderedPrompt:
 
 def first_tokens(engine: Engine) -> dict[str, float]:
     """Return how many requests each replica has answered."""
-    page = httpx.get(f"{engine.base_url.removesuffix('/v1')}/metrics", timeout=ANEW_S).text
+    page = httpx.get(f"{engine.base_url.removesuffix('/v1')}/metrics", timeout=RESTART_S).text
     lines = [line for line in page.splitlines() if line.startswith("vllm:time_to_first_token_seconds_count{")]
     return {line.partition('replica="')[2].partition('"')[0]: float(line.rpartition(" ")[2]) for line in lines}
 
@@ -76,7 +76,7 @@ def first_tokens(engine: Engine) -> dict[str, float]:
 def test_documents_are_asked_about_where_they_are_cached(together: Engine) -> None:
     for mark in MARKS:
         together.generate(prompt(together, mark), max_tokens=4)
-    assert together.integration.cached_prefixes.refresh(PATIENCE_S), "all replicas' mirrors are there, as one's"
+    assert together.integration.cached_prefixes.refresh(TIMEOUT_S), "all replicas' mirrors are there, as one's"
     for mark in MARKS:
         shown = list(reversed(documents(mark)))
         assert list(together.arrange_documents(shown, "cache_aware").documents) == documents(mark)
@@ -94,10 +94,10 @@ def test_a_speculation_is_confirmed_at_the_replica_that_has_it(together: Engine)
     for mark in ("ahead 1", "ahead 2", "ahead 3"):
         shown = prompt(together, mark)
         ahead = speculate(together, lambda shown=shown: together.generate(shown, max_tokens=4))
-        assert until(lambda ahead=ahead: ahead.started_s is not None, PATIENCE_S), "the engine told of it"
+        assert until(lambda ahead=ahead: ahead.started_s is not None, TIMEOUT_S), "the engine told of it"
         assert together.generate(shown, max_tokens=4).text
         assert not ahead.is_failed
-    assert until(lambda: together.stats().num_confirmed_speculations == before + 3, PATIENCE_S)
+    assert until(lambda: together.stats().num_confirmed_speculations == before + 3, TIMEOUT_S)
 
 
 def test_what_is_forgotten_is_forgotten_by_all(together: Engine) -> None:
@@ -121,17 +121,17 @@ def test_when_a_replica_is_killed_every_request_is_answered_as_before_and_anothe
         return "".join(chunk.text for chunk in together.stream(prompt(together, mark), max_tokens=24))
 
     expected = {mark: ask(mark) for mark in MARKS}
-    num_asked = 60
+    num_submitted = 60
     victim, *_ = before = servers()
     assert len(before) == 2
     replica = victim.parent()
     assert replica is not None
     with ThreadPoolExecutor(6) as threads:
-        asked = [threads.submit(ask, MARKS[i % len(MARKS)]) for i in range(num_asked)]
-        assert until(lambda: sum(one.done() for one in asked) >= num_asked // 4, ANEW_S)
+        asked = [threads.submit(ask, MARKS[i % len(MARKS)]) for i in range(num_submitted)]
+        assert until(lambda: sum(one.done() for one in asked) >= num_submitted // 4, RESTART_S)
         os.kill(replica.pid, signal.SIGKILL)
-        answers = [one.result(timeout=ANEW_S) for one in asked]
-    assert answers == [expected[MARKS[i % len(MARKS)]] for i in range(num_asked)]
-    assert not psutil.wait_procs([victim], timeout=PATIENCE_S)[1], "an engine does not outlive its replica"
-    assert until(lambda: len(first_tokens(together)) == 2, ANEW_S), "Serve has started another one"
+        answers = [one.result(timeout=RESTART_S) for one in asked]
+    assert answers == [expected[MARKS[i % len(MARKS)]] for i in range(num_submitted)]
+    assert not psutil.wait_procs([victim], timeout=TIMEOUT_S)[1], "an engine does not outlive its replica"
+    assert until(lambda: len(first_tokens(together)) == 2, RESTART_S), "Serve has started another one"
     assert ask(MARKS[0]) == expected[MARKS[0]]

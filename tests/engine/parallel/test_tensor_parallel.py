@@ -15,7 +15,7 @@ from ragcache_core import CacheConfig
 from ragcache_core.client import Engine
 from ragcache_core.config import ChunkReuse
 from ragcache_core.errors import EngineError
-from tests.engine.parallel.scene import BLOCK, PATIENCE_S, ask, documents, empty_the_gpu, launched, log_of
+from tests.engine.parallel.scene import BLOCK, TIMEOUT_S, ask, documents, empty_the_gpu, launched, log_of
 from tests.support.waiting import until
 
 BLOCK_BYTES = 64 << 10
@@ -93,7 +93,7 @@ def test_the_death_of_a_worker_restarts_the_engine_and_nothing_wrong_is_served(b
         except (EngineError, psutil.Error):
             return False
 
-    assert until(has_other_workers, PATIENCE_S * 2)
+    assert until(has_other_workers, TIMEOUT_S * 2)
     served_by_disk = 0
     for mark in MARKS:
         text, stats = ask(both, documents(mark))

@@ -64,7 +64,7 @@ async def test_the_answer_is_under_way_before_the_search_has_ended(framework: Fr
 
 @pytest.mark.slow
 @pytest.mark.alone
-async def test_what_the_engine_did_during_the_search_is_told_as_hidden(framework: Framework) -> None:
+async def test_engine_work_during_the_search_is_reported_as_overlapped(framework: Framework) -> None:
     for _ in range(3):  # a busy engine may tell too late when it began
         found = documents(3)
         said = await answer(framework, found, found, found, way=list(framework.answers)[3])

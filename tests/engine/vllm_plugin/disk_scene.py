@@ -42,9 +42,9 @@ def payload(key: OffloadKey) -> bytes:
     return Random(key).randbytes(CHUNK_BYTES)
 
 
-def offloading_spec(controller: CacheController, *, tells_events: bool = False) -> Any:
+def offloading_spec(controller: CacheController, *, emits_events: bool = False) -> Any:
     """Return what a tier reads of the spec that builds it."""
-    events = SimpleNamespace(enable_kv_cache_events=tells_events)
+    events = SimpleNamespace(enable_kv_cache_events=emits_events)
     return SimpleNamespace(controller=controller, config=None, kv_events_config=events)
 
 
@@ -61,7 +61,7 @@ class Scene:
             groups=groups,
         )
         self.tree = self.controller.tree
-        spec = offloading_spec(self.controller, tells_events=True)
+        spec = offloading_spec(self.controller, emits_events=True)
         self.tier = DiskTier(spec, memoryview(self.memory), str(directory), num_slots * CHUNK_BYTES)
         self.told: set[bytes] = set()
         """What vLLM's KV events say to be on the disk."""

@@ -76,7 +76,7 @@ STATE = MambaSpec(block_size=BLOCK, shapes=((BLOCK_BYTES // 4,),), dtypes=(torch
 def host_scheduler(
     num_blocks: int,
     host_bytes: str,
-    tells_events: bool = False,
+    emits_events: bool = False,
     is_async: bool = False,
     *,
     files: EngineFiles | None = None,
@@ -97,7 +97,7 @@ def host_scheduler(
         num_blocks,
         host_bytes,
         own.engine_id,
-        tells_events=tells_events,
+        emits_events=emits_events,
         profile=profile,
         most_host_bytes=most_host_bytes,
         groups=groups,
@@ -127,7 +127,7 @@ def engine_config(
     host_bytes: str,
     engine_id: str,
     *,
-    tells_events: bool = False,
+    emits_events: bool = False,
     profile: Path | None = None,
     most_host_bytes: int | None = None,
     groups: Sequence[KVCacheSpec] = (FULL,),
@@ -158,7 +158,7 @@ def engine_config(
                 Tiers(host_bytes=host_bytes, **tiers).resolved(), engine_id, profile, (), most_host_bytes
             )
         ),
-        kv_events_config=KVEventsConfig(enable_kv_cache_events=True, publisher="null") if tells_events else None,
+        kv_events_config=KVEventsConfig(enable_kv_cache_events=True, publisher="null") if emits_events else None,
     )
     return config, KVCacheConfig(
         num_blocks, tensors, [KVCacheGroupSpec([layer], spec) for layer, spec in layers.items()]

@@ -118,7 +118,7 @@ def followed(keys: AcceptedKeys, path: Path) -> Iterator[None]:
         thread.join()
 
 
-def test_a_changed_file_is_read_and_a_broken_or_missing_one_locks_nobody_out(
+def test_a_changed_file_is_read_and_a_broken_or_missing_one_keeps_the_last_keys(
     keys: AcceptedKeys, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     refused: list[object] = []

@@ -75,7 +75,7 @@ class BlockPoolMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.waiting)
     @rule(data=st.data())
-    def give_up_waiting(self, data: st.DataObject) -> None:
+    def stop_waiting(self, data: st.DataObject) -> None:
         request = data.draw(st.sampled_from(self.waiting))
         self.waiting.remove(request)
         self.it.controller.on_finished(request.request_id)
@@ -126,7 +126,7 @@ BlockPoolMachine.TestCase.settings = settings(max_examples=150, stateful_step_co
 TestBlockPool = BlockPoolMachine.TestCase
 
 
-class ToldTree:
+class RecordingTree:
     """A tree, and how often it was told that blocks are gone."""
 
     def __init__(self, tree: Any) -> None:
@@ -141,9 +141,9 @@ class ToldTree:
         self._tree.remove(*unit)
 
 
-def test_the_tree_is_told_of_what_it_did_not_choose_and_of_nothing_else() -> None:
+def test_the_tree_is_notified_only_of_evictions_it_did_not_choose() -> None:
     it = Pool(6)
-    it.controller.tree = it.queue._tree = tree = ToldTree(it.tree)
+    it.controller.tree = it.queue._tree = tree = RecordingTree(it.tree)
     request = it.new("D", question=0)
     for _ in range(2):  # the second time in the same blocks, which the tree gave up between
         it.start(request, num_tokens=20)
@@ -161,7 +161,7 @@ def test_the_tree_is_told_of_what_it_did_not_choose_and_of_nothing_else() -> Non
     assert tree.num_reports == 5
 
 
-def test_a_block_that_came_back_is_hit_evicted_and_counted_before_anybody_has_looked_at_it() -> None:
+def test_a_returned_block_is_hit_evicted_and_counted_before_any_lookup() -> None:
     it = Pool(6)
     request = it.new("B", question=1)
     it.start(request)
@@ -230,7 +230,7 @@ def test_a_pool_without_prefix_caching_hands_blocks_out_all_the_same() -> None:
 
 
 @pytest.mark.parametrize("first_private", [0, 2, 5])
-def test_blocks_from_the_first_approximate_one_on_are_found_by_nobody(first_private: int) -> None:
+def test_blocks_from_the_first_approximate_one_on_are_never_hits(first_private: int) -> None:
     """By this alone, whatever their names are: the last block of a prompt gets its name after it was told apart."""
     it = Pool(40)
     request, same = it.new("BC"), it.new("BC")
@@ -244,7 +244,7 @@ def test_blocks_from_the_first_approximate_one_on_are_found_by_nobody(first_priv
     assert it.start(same) == first_private * BLOCK
 
 
-def test_approximate_blocks_of_a_prompt_are_found_by_who_asks_alike_and_those_of_its_answer_by_nobody() -> None:
+def test_approximate_prompt_blocks_are_hits_for_equal_requests_and_answer_blocks_never() -> None:
     it = Pool(40)
     request, same, plain = it.new("BC"), it.new("BC"), it.new("BC")
     num_prompt_blocks = len(request.block_hashes)

@@ -264,9 +264,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return now
 
 
-def test_what_is_older_than_max_age_is_in_no_tier_and_nobody_is_served_with_it(
-    tmp_path: Path, clock: list[float]
-) -> None:
+def test_blocks_older_than_max_age_are_in_no_tier_and_never_hit(tmp_path: Path, clock: list[float]) -> None:
     with engine(tmp_path, max_age=100) as it:
         it.ask("r0", "AB")
         clock[0] += 60

@@ -213,7 +213,7 @@ def test_host_memory_that_a_launcher_holds_outlives_the_worker_and_takes_no_room
     assert f"memfd:{files.engine_id}" not in Path("/proc/self/maps").read_text()
 
 
-def test_a_store_is_made_when_it_is_asked_for_and_told_of_once(opening: Opening) -> None:
+def test_a_store_is_made_when_it_is_requested_and_reported_once(opening: Opening) -> None:
     scene = opening(1)
     for job, block in enumerate([3, 4, 5]):
         store(scene, job, block, 2)  # as after a reset, which gives the chunk to another

@@ -219,7 +219,7 @@ def test_what_could_not_be_read_leaves_its_room_to_others(opening: Opening, monk
     scene.check()
 
 
-def test_a_read_that_hangs_is_given_up_and_what_it_brings_later_is_not_written(
+def test_a_read_that_hangs_is_abandoned_and_what_it_brings_later_is_not_written(
     opening: Opening, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scene = opening()
@@ -249,7 +249,7 @@ def test_a_read_that_hangs_is_given_up_and_what_it_brings_later_is_not_written(
     assert (scene.memory == UNTOUCHED).all()
 
 
-def test_a_reset_amid_a_read_that_hangs_gives_it_up_before_host_memory_is_used_anew(
+def test_a_reset_cancels_a_hanging_read_before_host_memory_is_reused(
     opening: Opening, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scene = opening()
@@ -269,7 +269,7 @@ def test_a_reset_amid_a_read_that_hangs_gives_it_up_before_host_memory_is_used_a
     assert (scene.memory == UNTOUCHED).all()
 
 
-def test_a_write_that_hangs_takes_the_tier_out_of_service_and_stops_nobody(
+def test_a_hanging_write_disables_the_tier_and_requests_continue(
     opening: Opening, monkeypatch: pytest.MonkeyPatch, plugin_log: pytest.LogCaptureFixture
 ) -> None:
     scene = opening()
@@ -285,7 +285,7 @@ def test_a_write_that_hangs_takes_the_tier_out_of_service_and_stops_nobody(
         scene.end_step()
         assert not scene.controller.tiers[Tier.DISK].is_enabled
         assert scene.hits(stored) == []
-        monkeypatch.setattr(disk, "_OUT_OF_SERVICE_PATIENCE_S", 0.05)
+        monkeypatch.setattr(disk, "_OUT_OF_SERVICE_TIMEOUT_S", 0.05)
         scene.tier.clear()
         assert "has not answered in 0.05 s, and is emptied when it does" in plugin_log.text
         monkeypatch.setattr(async_store, "CLOSE_TIMEOUT_S", 0.05)
@@ -336,7 +336,7 @@ def test_a_slow_disk_drops_ends_of_documents_never_their_middle(
 ) -> None:
     """A document with a hole would keep its beginning in host memory for ever: it is the base of what is on disk."""
     buffer_chunks(monkeypatch, 4)
-    monkeypatch.setattr(disk_io, "_PATIENCE_S", 0.05)
+    monkeypatch.setattr(disk_io, "_TIMEOUT_S", 0.05)
     scene = opening()
     go_on, write = threading.Event(), SlotFile.write
     monkeypatch.setattr(SlotFile, "write", lambda self, *args: (go_on.wait(10), write(self, *args))[1])
@@ -366,9 +366,9 @@ def test_what_follows_what_is_dropped_is_dropped_though_it_was_taken_before(
     go_on, write = threading.Event(), SlotFile.write
     monkeypatch.setattr(SlotFile, "write", lambda self, *args: (go_on.wait(10), write(self, *args))[1])
     keys = scene.announce("DBD")
-    monkeypatch.setattr(disk_io, "_PATIENCE_S", 0.05)
+    monkeypatch.setattr(disk_io, "_TIMEOUT_S", 0.05)
     scene.submit_store(keys[:9])
-    monkeypatch.setattr(disk_io, "_PATIENCE_S", 30.0)
+    monkeypatch.setattr(disk_io, "_TIMEOUT_S", 30.0)
     scene.submit_store(keys[9:])
     time.sleep(0.2)  # the first job's patience ends, while the second is patient
     go_on.set()

@@ -113,7 +113,7 @@ def test_what_a_request_needs_is_read_while_it_is_queued(tmp_path: Path) -> None
         assert scheduler._controller.counters.num_tokens_by_tier[Tier.DISK] == 96
 
 
-def test_a_prompt_that_nobody_asks_yet_is_read_into_host_memory_by_an_engine_that_rests(tmp_path: Path) -> None:
+def test_an_idle_engine_prefetches_a_speculative_prompt_into_host_memory(tmp_path: Path) -> None:
     words, other = tokens(1, 100), tokens(2, 100)
     with host_scheduler(NUM_BLOCKS, "1MiB", **stored(tmp_path, words, other)) as scheduler:
         steps = Steps(scheduler, is_async=False)
@@ -132,9 +132,7 @@ def test_a_prompt_that_nobody_asks_yet_is_read_into_host_memory_by_an_engine_tha
         assert (counters.num_tokens_by_tier[Tier.HOST], counters.num_tokens_by_tier[Tier.DISK]) == (96, 96)
 
 
-def test_prompts_that_nobody_asks_yet_take_a_quarter_of_host_memory_and_none_that_is_longer(
-    tmp_path: Path, gate: threading.Event
-) -> None:
+def test_speculative_prompts_take_at_most_a_quarter_of_host_memory(tmp_path: Path, gate: threading.Event) -> None:
     prompts = [*(tokens(number, 100) for number in range(8)), tokens(9, 600)]
     with host_scheduler(NUM_BLOCKS, "128KiB", **stored(tmp_path, *prompts)) as scheduler:
         num_host = scheduler._controller.tiers[Tier.HOST].num_blocks

@@ -104,8 +104,8 @@ def test_what_is_forgotten_meanwhile_does_not_come_back(
     forgetting.forget_all() if is_all else forgetting.forget({"B"})
     assert until(lambda: is_back(scene), 30)
     assert scene.hits(keys) == []
-    assert until(lambda: not scene.tier.num_left(), 30)
-    assert scene.tier.why_left() is None
+    assert until(lambda: not scene.tier.num_pending(), 30)
+    assert scene.tier.deletion_problem() is None
     data = scene.data_file.read_bytes()
     assert not any(payload(key) in data for key in keys[:3])
     assert scene.store("C") == scene.hits(scene.announce("C"))
@@ -156,7 +156,7 @@ def test_an_engine_that_ends_meanwhile_leaves_the_disk_to_the_next(
 
 
 def test_new_weights_keep_a_disk_off_that_failed_before(opening: Opening, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk, "_OUT_OF_SERVICE_PATIENCE_S", 0.1)
+    monkeypatch.setattr(disk, "_OUT_OF_SERVICE_TIMEOUT_S", 0.1)
     scene = opening()
     keys = scene.store("B")
     fail_a_read(scene, keys, monkeypatch)
@@ -199,9 +199,9 @@ def test_a_disk_that_a_restarted_engine_cannot_open_comes_back(
         assert "is out of service until the disk answers: the disk does not answer" in plugin_log.text
         if is_forgotten:
             scene.controller.forgetting.forget({"D"})
-            assert str(scene.directory) in str(scene.tier.why_left())
+            assert str(scene.directory) in str(scene.tier.deletion_problem())
     assert until(lambda: is_back(scene), 30)
-    assert scene.tier.why_left() is None
+    assert scene.tier.deletion_problem() is None
     assert scene.tier.path == before.tier.path
     if is_forgotten:
         data = scene.data_file.read_bytes()

@@ -198,9 +198,7 @@ def frequency(scene: Scene, key: OffloadKey) -> int:
 
 
 @pytest.mark.parametrize("damage", ["parent = NULL", "position = 0", "doc_id = 'another'"])
-def test_a_chunk_that_is_said_to_stand_elsewhere_is_given_up_at_the_start_and_ends_nothing(
-    opening: Opening, damage: str
-) -> None:
+def test_a_chunk_recorded_at_another_place_is_dropped_at_the_start(opening: Opening, damage: str) -> None:
     """A tree with a chunk in two places would let go of one for the other."""
     scene = opening()
     keys = scene.store("D")
@@ -218,7 +216,7 @@ def test_a_chunk_that_is_said_to_stand_elsewhere_is_given_up_at_the_start_and_en
     again.check()
 
 
-def test_chunks_whose_prefix_is_gone_are_given_up_at_the_start(opening: Opening) -> None:
+def test_chunks_without_their_prefix_are_dropped_at_the_start(opening: Opening) -> None:
     scene = opening()
     keys = scene.store("B")
     scene.tier._io._store.delete_many([keys[1][:-4]])
@@ -348,7 +346,7 @@ def test_an_engine_steps_for_a_slow_disk_for_a_while_and_again_for_what_comes_la
     manager = SimpleNamespace(newest_store=None)
     engine = SimpleNamespace(tiers=manager, below=SimpleNamespace(has_pending_push_work=lambda: False))
     engine._waits_for, engine._waits_since_s = None, 0.0
-    engine._prefetcher, engine._tells_events = None, False
+    engine._prefetcher, engine._emits_events = None, False
     engine.controller = SimpleNamespace(forgetting=SimpleNamespace(sweep=lambda: None))
     asked = []
     for clock[0], manager.newest_store in ((100.0, 7), (101.9, 7), (102.1, 7), (200.0, 8), (203.0, None)):
@@ -367,7 +365,7 @@ def test_the_longest_prompt_stores_the_beginning_that_fits(opening: Opening) -> 
     scene.check()
 
 
-def test_full_it_gives_up_tails_of_what_is_worth_least(opening: Opening) -> None:
+def test_a_full_tier_evicts_tails_of_the_lowest_priority(opening: Opening) -> None:
     scene = opening(num_slots=6)
     for _ in range(5):
         scene.announce("B")

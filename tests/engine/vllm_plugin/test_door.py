@@ -130,7 +130,7 @@ def engines(app: FastAPI, told: list[Any], monkeypatch: pytest.MonkeyPatch) -> l
 
     app.state.ragcache_engine_client = None
     monkeypatch.setattr(document_routes, "call_report", call_report)
-    monkeypatch.setattr(document_routes.received, "tell", lambda reports: told.extend(reports))
+    monkeypatch.setattr(document_routes.received, "update", lambda reports: told.extend(reports))
     monkeypatch.setattr(document_routes, "call_forget", forget)
     monkeypatch.setattr(document_routes, "call_left", call_left)
     monkeypatch.setattr(document_routes.received, "engine", dict)
@@ -153,7 +153,7 @@ def test_documents_are_forgotten_by_all_engines_and_the_answer_waits_for_what_is
         "num_blocks": {"gpu": 2, "disk": 1},
         "num_bytes": {"gpu": 9, "disk": 7},
         "num_requests": 0,
-        "num_left": 0,
+        "num_pending": 0,
         "problems": ["a disk"],
         "unsearched": [],
         "is_complete": False,
@@ -368,7 +368,7 @@ def spans(num_documents: int) -> dict[str, object]:
     return {"kv_transfer_params": {"ragcache": {"version": 1, "documents": documents}}}
 
 
-def test_the_hosting_platforms_door_needs_the_key_on_a_running_server(engine: Engine) -> None:
+def test_the_hosting_platforms_route_needs_the_key_on_a_running_server(engine: Engine) -> None:
     assert ask(engine, "/invocations", {}, {}).status_code == 401
     assert ask(engine, "/invocations", {}).json()["choices"][0]["text"]
 

@@ -19,7 +19,7 @@ from vllm.tasks import GENERATION_TASKS
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from ragcache_core.client.http.errors import says_engine_died
+from ragcache_core.client.http.errors import reports_engine_death
 from ragcache_core.vllm_plugin.server import middleware, routes
 
 DEADLINE_S = 20.0
@@ -110,7 +110,7 @@ async def test_a_route_in_flight_fails_when_the_engine_dies_and_the_server_ends(
         engine.errored = True
         answer = await asking
         assert answer.status_code == 500
-        assert says_engine_died(answer.text), "a client of ours waits for the restart"
+        assert reports_engine_death(answer.text), "a client of ours waits for the restart"
         await asyncio.wait_for(asyncio.shield(server), DEADLINE_S)
 
 

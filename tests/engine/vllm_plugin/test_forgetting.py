@@ -143,7 +143,7 @@ def engine(
 
 
 @pytest.mark.parametrize("is_async", [False, True], ids=["one step in flight", "two steps in flight"])
-def test_a_document_goes_from_every_tier_with_what_stands_behind_it(tmp_path: Path, is_async: bool) -> None:
+def test_a_document_is_deleted_from_every_tier_with_its_subtree(tmp_path: Path, is_async: bool) -> None:
     with engine(tmp_path, is_async=is_async) as it:
         for number, documents in enumerate(("AB", "BA", "CB", "C")):
             it.ask(f"r{number}", documents)
@@ -255,9 +255,9 @@ def test_whatever_is_forgotten_meanwhile_no_request_reads_other_kv(
 # The disk tier by itself
 
 
-def left_of(it: TierScene, patience_s: float = 20) -> int:
-    until(lambda: not it.tier.num_left(), patience_s)
-    return it.tier.num_left()
+def left_of(it: TierScene, timeout_s: float = 20) -> int:
+    until(lambda: not it.tier.num_pending(), timeout_s)
+    return it.tier.num_pending()
 
 
 def forget(it: TierScene, *doc_ids: str) -> dict[str, Any]:
@@ -287,7 +287,7 @@ def test_what_is_forgotten_is_gone_after_a_restart_and_so_is_what_was_named_late
     assert receipt["forgotten"] == ["copy"]
     assert receipt["num_blocks"] == {"disk": 3}
     assert left_of(again) == 0
-    assert again.tier.why_left() is None
+    assert again.tier.deletion_problem() is None
     again.check()
     files = files_of(again)
     assert [payload(key)[:64] in files for key in (*one, *other)] == [True] + [False] * 3 + [True] * 6
@@ -311,9 +311,9 @@ def test_what_is_being_written_or_read_is_overwritten_after_that(opening: Openin
     receipt = forget(it, "B")
     assert receipt["num_blocks"] == {"disk": 3 + 3}, "of the other two blocks none is forgotten"
     assert it.num_hits("B") == 0
-    assert it.tier.num_left() == 1
-    stored_anew = it.announce("B")
-    it.submit_store(stored_anew)
+    assert it.tier.num_pending() == 1
+    stored_again = it.announce("B")
+    it.submit_store(stored_again)
     gate.set()
     assert left_of(it) == 0
     results: list[Any] = []
@@ -334,7 +334,7 @@ def test_a_disk_that_is_gone_is_a_problem_and_no_error(opening: Opening) -> None
     receipt = forget(it, "B")
     assert receipt["forgotten"] == ["B"]
     assert left_of(it) == 0
-    why = it.tier.why_left()
+    why = it.tier.deletion_problem()
     assert why is not None
     assert str(it.tier.path) in why
     assert it.num_hits("B") == 0
@@ -343,9 +343,7 @@ def test_a_disk_that_is_gone_is_a_problem_and_no_error(opening: Opening) -> None
 
 
 @pytest.mark.parametrize("what", ["the index cannot be read", "the key is gone"])
-def test_a_disk_that_an_engine_comes_back_without_is_a_problem_and_nobody_waits_for_it(
-    tmp_path: Path, what: str
-) -> None:
+def test_a_disk_missing_after_a_restart_is_reported_and_not_waited_for(tmp_path: Path, what: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(STARTED_AGAIN_ENV, "1")
         if what == "the key is gone":
@@ -360,9 +358,7 @@ def test_a_disk_that_an_engine_comes_back_without_is_a_problem_and_nobody_waits_
 
 
 @pytest.mark.parametrize("has_disk", [True, False], ids=["with a disk", "without"])
-def test_a_shared_store_that_an_engine_comes_back_without_is_a_problem_and_nobody_waits_for_it(
-    tmp_path: Path, has_disk: bool
-) -> None:
+def test_a_shared_store_missing_after_a_restart_is_reported_and_not_waited_for(tmp_path: Path, has_disk: bool) -> None:
     url = "redis://127.0.0.1:1/0"
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(STARTED_AGAIN_ENV, "1")
@@ -388,13 +384,13 @@ def test_an_erasure_that_the_disk_refuses_is_tried_again_until_it_does_it(
         forget(it, "B")
         forget(it, "C")
         for _ in range(3):
-            assert left_of(it, patience_s=1) > 0
-            assert f"if it ends before that, delete {it.tier.path}" in str(it.tier.why_left())
+            assert left_of(it, timeout_s=1) > 0
+            assert f"if it ends before that, delete {it.tier.path}" in str(it.tier.deletion_problem())
             it.store("B")
             assert it.num_hits("B") == 0, "nothing of it is stored again meanwhile"
             assert until(lambda: it.tier._io.can_write)
     assert until(lambda: left_of(it) == 0)
-    assert it.tier.why_left() is None
+    assert it.tier.deletion_problem() is None
     assert not [key for key in (*keys, *others) if payload(key)[:64] in files_of(it)]
     assert until(lambda: it.store("B") == it.hits(keys)), "then it is"
 
@@ -512,7 +508,7 @@ def test_a_reset_that_could_not_empty_the_disk_is_a_problem(
     it.tier.clear()
     forget(it, "B")
     assert left_of(it) == 0
-    assert (it.tier.why_left() is not None) == is_full
+    assert (it.tier.deletion_problem() is not None) == is_full
 
 
 def test_an_erasure_that_the_disk_refuses_to_the_end_is_found_no_more_after_a_restart(
@@ -523,7 +519,7 @@ def test_an_erasure_that_the_disk_refuses_to_the_end_is_found_no_more_after_a_re
     with monkeypatch.context() as patched:
         patched.setattr(slotfile, "_punch", failing(errno.EIO))
         forget(it, "B")
-        assert left_of(it, patience_s=1) > 0
+        assert left_of(it, timeout_s=1) > 0
         it.close()
     after = opening()
     assert after.num_hits("B") == 0, "rows go before slots: what is not found cannot be served"
@@ -539,4 +535,4 @@ def test_an_erasure_that_fails_after_a_reset_is_a_problem(opening: Opening, monk
     monkeypatch.setattr(ChunkStore, "erase", failing(CacheWriteError("No space left on device")))
     forget(it, "B")
     assert left_of(it) == 0
-    assert it.tier.why_left() is not None, "the bytes of what was emptied may still be there"
+    assert it.tier.deletion_problem() is not None, "the bytes of what was emptied may still be there"

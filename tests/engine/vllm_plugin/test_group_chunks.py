@@ -219,7 +219,7 @@ def stored_on_disk(scene: Scene, documents: str) -> list[OffloadKey]:
     return keys
 
 
-def test_a_full_disk_gives_up_what_no_hit_needs_and_then_units_with_all_groups(opening: Opening) -> None:
+def test_a_full_disk_evicts_blocks_no_hit_needs_and_then_blocks_with_all_groups(opening: Opening) -> None:
     scene = opening(num_slots=18, groups=GROUPS)
     old = stored_on_disk(scene, "D")
     assert len(old) == 18

@@ -36,16 +36,16 @@ def journal(folder: Path, rows: np.ndarray, identity: dict[str, str | int] = IDE
     return HostIndex.open("me", rows, identity, folder)
 
 
-def seal_all(folder: Path, rows: np.ndarray) -> None:
+def record_all(folder: Path, rows: np.ndarray) -> None:
     made = journal(folder, rows)
     for i in range(CHUNKS):
-        made.seal([i], [key(i)], ChunkNote(key(i - 1) if i else None, f"d{i}", i, i + 1.0, 0.5))
+        made.record([i], [key(i)], ChunkNote(key(i - 1) if i else None, f"d{i}", i, i + 1.0, 0.5))
     made.close()
 
 
-def test_what_was_sealed_is_found_again_parents_first(tmp_path: Path) -> None:
+def test_recorded_blocks_are_restored_parents_first(tmp_path: Path) -> None:
     rows = host_memory()
-    seal_all(tmp_path, rows)
+    record_all(tmp_path, rows)
     again = journal(tmp_path, rows)
     assert [(chunk, e.key, e.parent, e.doc_id, e.frequency) for chunk, e in again.restored] == [
         (i, key(i), key(i - 1) if i else None, f"d{i}", i + 1.0) for i in range(CHUNKS)
@@ -57,8 +57,8 @@ def test_what_was_sealed_is_found_again_parents_first(tmp_path: Path) -> None:
 def test_blocks_that_are_entered_as_one_run_are_found_as_if_they_were_entered_one_by_one(tmp_path: Path) -> None:
     rows = host_memory()
     made = journal(tmp_path, rows)
-    made.seal([1], [key(1)], ChunkNote(key(0), "d", 1, 2.0, 0.5))
-    made.seal(range(4), [key(i) for i in range(4)], ChunkNote(None, "d", 0, 3.0, 0.5))
+    made.record([1], [key(1)], ChunkNote(key(0), "d", 1, 2.0, 0.5))
+    made.record(range(4), [key(i) for i in range(4)], ChunkNote(None, "d", 0, 3.0, 0.5))
     made.close()
     again = journal(tmp_path, rows)
     found = [(row, e.key, e.parent, e.doc_id, e.position, e.frequency) for row, e in again.restored]
@@ -68,7 +68,7 @@ def test_blocks_that_are_entered_as_one_run_are_found_as_if_they_were_entered_on
 
 def test_a_chunk_whose_bytes_changed_is_forgotten(tmp_path: Path) -> None:
     rows = host_memory()
-    seal_all(tmp_path, rows)
+    record_all(tmp_path, rows)
     rows[3, 77] ^= 1
     again = journal(tmp_path, rows)
     assert [chunk for chunk, _ in again.restored] == [0, 1, 2, 4, 5, 6, 7]
@@ -77,32 +77,32 @@ def test_a_chunk_whose_bytes_changed_is_forgotten(tmp_path: Path) -> None:
 
 def test_a_chunk_with_the_bytes_of_another_is_forgotten(tmp_path: Path) -> None:
     rows = host_memory()
-    seal_all(tmp_path, rows)
+    record_all(tmp_path, rows)
     rows[[2, 5]] = rows[[5, 2]]
     again = journal(tmp_path, rows)
     assert [chunk for chunk, _ in again.restored] == [0, 1, 3, 4, 6, 7]
     again.close()
 
 
-def test_a_chunk_that_was_given_up_is_forgotten_and_its_place_can_be_sealed_anew(tmp_path: Path) -> None:
+def test_an_evicted_chunk_is_deleted_and_its_slot_is_reused(tmp_path: Path) -> None:
     rows = host_memory()
     made = journal(tmp_path, rows)
-    made.seal([0], [key(0)], ChunkNote())
-    made.unseal([0])
-    made.seal([0], [key(9)], ChunkNote(doc_id="new"))
-    made.seal([0], [key(8)], ChunkNote(doc_id="sealed already"))
+    made.record([0], [key(0)], ChunkNote())
+    made.remove([0])
+    made.record([0], [key(9)], ChunkNote(doc_id="new"))
+    made.record([0], [key(8)], ChunkNote(doc_id="recorded already"))
     made.close()
     again = journal(tmp_path, rows)
     assert [(chunk, e.key) for chunk, e in again.restored] == [(0, key(9))]
     again.close()
 
 
-def test_what_is_sealed_is_entered_soon_although_nothing_wakes_the_journal(tmp_path: Path) -> None:
+def test_blocks_are_recorded_soon_although_nothing_wakes_the_journal(tmp_path: Path) -> None:
     rows = host_memory()
     made = journal(tmp_path, rows)
-    made.seal([0], [key(0)], ChunkNote())
-    made.seal([1], [key(1)], ChunkNote())
-    made.unseal([1])
+    made.record([0], [key(0)], ChunkNote())
+    made.record([1], [key(1)], ChunkNote())
+    made.remove([1])
     deadline_s = time.monotonic() + 30.0
     while time.monotonic() < deadline_s and (made._work or not list(made._index.rows())):
         time.sleep(0.01)  # a poll: another process or thread makes it true
@@ -110,21 +110,21 @@ def test_what_is_sealed_is_entered_soon_although_nothing_wakes_the_journal(tmp_p
     made.close()
 
 
-def test_bytes_that_were_read_while_their_chunk_was_given_up_are_not_sealed_under_its_key(tmp_path: Path) -> None:
+def test_bytes_read_while_their_chunk_was_evicted_are_not_recorded_under_its_key(tmp_path: Path) -> None:
     rows = host_memory()
     made = journal(tmp_path, rows)
     generation = int(made._generation[4])
-    made.unseal([4])  # between the reading of the bytes and the entry
-    made._seal([_Run([4], [key(4)], [generation], set(), ChunkNote())])
+    made.remove([4])  # between the reading of the bytes and the entry
+    made._record([_Run([4], [key(4)], [generation], set(), ChunkNote())])
     made.close()
     again = journal(tmp_path, rows)
     assert again.restored == []
     again.close()
 
 
-def test_another_models_journal_is_started_anew(tmp_path: Path) -> None:
+def test_a_journal_of_another_model_is_recreated(tmp_path: Path) -> None:
     rows = host_memory()
-    seal_all(tmp_path, rows)
+    record_all(tmp_path, rows)
     other = journal(tmp_path, rows, {**IDENTITY, "weights": "two"})
     assert other.restored == []
     other.close()
@@ -134,9 +134,9 @@ def test_another_models_journal_is_started_anew(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", [b"", b"garbage" * 1000])
-def test_a_damaged_index_is_started_anew(tmp_path: Path, damage: bytes) -> None:
+def test_a_damaged_index_is_recreated(tmp_path: Path, damage: bytes) -> None:
     rows = host_memory()
-    seal_all(tmp_path, rows)
+    record_all(tmp_path, rows)
     (tmp_path / "vllm_offload_me.journal" / "index.sqlite").write_bytes(damage)
     again = journal(tmp_path, rows)
     assert again.restored == []
@@ -147,7 +147,7 @@ def test_a_journal_is_its_owners_alone_whatever_the_umask(tmp_path: Path) -> Non
     before = os.umask(0)
     try:
         made = journal(tmp_path, host_memory())
-        made.seal([0], [key(0)], ChunkNote())
+        made.record([0], [key(0)], ChunkNote())
         found = {path.name: path.stat().st_mode & 0o777 for path in tmp_path.rglob("*")}
         made.close()
     finally:
@@ -158,13 +158,13 @@ def test_a_journal_is_its_owners_alone_whatever_the_umask(tmp_path: Path) -> Non
 
 def test_a_smaller_host_memory_forgets_what_lay_beyond(tmp_path: Path) -> None:
     rows = host_memory()
-    seal_all(tmp_path, rows)
+    record_all(tmp_path, rows)
     again = journal(tmp_path, rows[:3])
     assert [chunk for chunk, _ in again.restored] == [0, 1, 2]
     again.close()
 
 
-def test_a_journal_that_cannot_be_written_stops_sealing_and_disturbs_nobody(
+def test_a_journal_that_cannot_be_written_stops_journaling_without_errors(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = journal(tmp_path, host_memory())
@@ -173,11 +173,11 @@ def test_a_journal_that_cannot_be_written_stops_sealing_and_disturbs_nobody(
         raise CacheTierError("no space left")
 
     monkeypatch.setattr(ChunkIndex, "insert", refuse)
-    made.seal([0], [key(0)], ChunkNote())
+    made.record([0], [key(0)], ChunkNote())
     made._thread.join(timeout=30.0)
     assert not made._thread.is_alive()
-    made.seal([1], [key(1)], ChunkNote())
-    made.unseal([1])
+    made.record([1], [key(1)], ChunkNote())
+    made.remove([1])
     made.close()
 
 

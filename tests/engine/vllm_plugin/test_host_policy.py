@@ -115,7 +115,7 @@ def stored(host: Host, documents: str) -> Asker:
     return asker
 
 
-def test_a_document_gives_up_its_last_chunks_first() -> None:
+def test_the_last_chunks_of_a_document_are_evicted_first() -> None:
     host = Host(num_chunks=6)
     old = stored(host, "D")
     new = host.ask("C")
@@ -123,7 +123,7 @@ def test_a_document_gives_up_its_last_chunks_first() -> None:
     assert set(host.refs) == set(old.keys[:4])
 
 
-def test_a_selective_tier_takes_in_only_what_is_worth_more_than_what_would_go() -> None:
+def test_a_selective_tier_admits_only_blocks_with_a_higher_priority_than_the_evicted() -> None:
     host = Host(4, "mixture", is_selective=True)
     for _ in range(3):
         popular = stored(host, "B")
@@ -178,7 +178,7 @@ def test_two_requests_are_promised_the_same_chunks_and_either_keeps_them() -> No
     assert host.prepare_store(other, other.keys) == other.keys
 
 
-def test_chunks_of_which_the_tree_knows_nothing_go_first() -> None:
+def test_chunks_unknown_to_the_tree_are_evicted_first() -> None:
     host = Host(num_chunks=4)
     stranger = host.ask("C", is_known=False)
     new = host.prepare_store(stranger, stranger.keys)
@@ -212,7 +212,7 @@ def test_chunks_that_an_engine_left_are_held_where_they_lie_and_the_gaps_between
     assert sorted(output.store_spec.block_ids.tolist()) == [0, 2, 3, 5]
 
 
-def test_an_adapters_chunks_do_not_outlive_the_engine_whoever_stored_and_lost_them_before(tmp_path: Path) -> None:
+def test_an_adapters_chunks_do_not_outlive_the_engine_also_if_stored_before(tmp_path: Path) -> None:
     """vLLM says once for a request that it will store them, and it may do so after others did."""
     host = Host(num_chunks=6)
     rows = np.random.default_rng(0).integers(0, 256, (6, 64), dtype=np.uint8)

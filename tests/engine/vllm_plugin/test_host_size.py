@@ -39,7 +39,7 @@ def test_host_memory_below_half_of_the_engines_is_warned_of(
         assert ("less than half of the" in plugin_log.text and "raise host_bytes" in plugin_log.text) is is_little
 
 
-def test_a_default_of_host_memory_that_holds_no_block_leaves_the_engine_with_its_own_and_says_so(
+def test_a_default_of_host_memory_that_holds_no_block_leaves_the_engine_with_its_own_and_reports_it(
     plugin_log: pytest.LogCaptureFixture,
 ) -> None:
     with host_scheduler(40, "1KiB", most_host_bytes=1 << 10) as scheduler:
@@ -47,7 +47,7 @@ def test_a_default_of_host_memory_that_holds_no_block_leaves_the_engine_with_its
     assert plugin_log.text.count("RAGCache keeps nothing in host memory: its default size here is 1024, a block") == 1
 
 
-def test_host_memory_that_somebody_chose_and_that_holds_no_block_is_refused() -> None:
+def test_configured_host_memory_too_small_for_a_block_is_rejected() -> None:
     with pytest.raises(ConfigError, match=r"host_bytes is 1024, a block of KV of this model needs 4096: raise"):
         with host_scheduler(40, "1KiB"):
             pass

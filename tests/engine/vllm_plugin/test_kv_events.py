@@ -74,7 +74,7 @@ def engine(directory: Path | None, book: Book, *, num_blocks: int = 24, host: st
     tiers: dict[str, Any] = {} if directory is None else {"directory": directory, "disk_bytes": "640KiB"}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(disk, "kv_identity", lambda config: {"model": "demo", "weights": "5f3a"})
-        with host_scheduler(num_blocks, host, tells_events=True, **tiers) as scheduler:
+        with host_scheduler(num_blocks, host, emits_events=True, **tiers) as scheduler:
             yield Scene(scheduler, book)
 
 
@@ -107,7 +107,7 @@ def test_a_consumer_knows_what_every_tier_holds_whatever_is_evicted_forgotten_an
     assert (most["STORAGE"] > 100) == has_disk
 
 
-def test_what_is_told_says_which_tokens_it_is_of_in_every_tier(tmp_path: Path) -> None:
+def test_events_name_their_tokens_in_every_tier(tmp_path: Path) -> None:
     book = Book()
     with engine(tmp_path, book) as scene:
         for number in range(6):
@@ -123,7 +123,7 @@ def test_what_is_told_says_which_tokens_it_is_of_in_every_tier(tmp_path: Path) -
         assert told.block_size == BLOCK
 
 
-def test_an_engine_without_requests_tells_what_was_forgotten_and_what_the_disk_has_written(tmp_path: Path) -> None:
+def test_an_engine_without_requests_reports_what_was_forgotten_and_what_the_disk_has_written(tmp_path: Path) -> None:
     book = Book()
     with engine(tmp_path, book) as scene:
         scene.ask(0, "d0", "d1")
@@ -134,7 +134,7 @@ def test_an_engine_without_requests_tells_what_was_forgotten_and_what_the_disk_h
         assert not scene.scheduler.has_requests()
 
 
-def test_after_a_restart_a_new_consumer_is_told_what_is_on_the_disk_before_anybody_asks(tmp_path: Path) -> None:
+def test_after_a_restart_a_new_consumer_gets_the_disk_content_before_any_request(tmp_path: Path) -> None:
     with engine(tmp_path, Book()) as scene:
         for number in range(4):
             scene.ask(number, f"d{number}")
@@ -148,7 +148,7 @@ def test_after_a_restart_a_new_consumer_is_told_what_is_on_the_disk_before_anybo
         assert scene.check()["STORAGE"] < num_stored
 
 
-def test_a_disk_that_goes_out_of_service_is_told_to_hold_nothing(tmp_path: Path) -> None:
+def test_a_disabled_disk_is_reported_as_empty(tmp_path: Path) -> None:
     book = Book()
     with engine(tmp_path, book) as scene:
         scene.ask(0, "d0", "d1")
@@ -158,7 +158,7 @@ def test_a_disk_that_goes_out_of_service_is_told_to_hold_nothing(tmp_path: Path)
         assert scene.scheduler.connector.tiers.lower
 
 
-def test_nothing_is_kept_to_be_told_where_events_are_not_published(tmp_path: Path) -> None:
+def test_no_events_are_kept_where_none_are_published(tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(disk, "kv_identity", lambda config: {"model": "demo", "weights": "5f3a"})
         with host_scheduler(24, "24KiB", directory=tmp_path, disk_bytes="256KiB") as scheduler:

@@ -151,7 +151,7 @@ def test_a_prompt_of_one_cached_block_is_loaded_as_a_whole(scheduler: Any) -> No
     ],
     ids=["fast", "slow", "no profile", "no load yet"],
 )
-def test_beside_another_request_the_load_must_be_expected_to_be_hidden(
+def test_a_load_during_another_request_must_be_expected_to_overlap(
     scheduler: Any, is_profiled: bool, bytes_per_s: float, kind: str
 ) -> None:
     scheduler._controller.is_profiled = is_profiled

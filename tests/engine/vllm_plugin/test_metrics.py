@@ -131,7 +131,7 @@ def test_the_series_are_what_the_engine_counted() -> None:
     assert b"# HELP ragcache_lost_blocks_total" in generate_latest(server.registry)
 
 
-def test_times_of_requests_are_told_by_their_slowest_tier() -> None:
+def test_times_of_requests_are_labelled_by_their_slowest_tier() -> None:
     engine, server = Engine(), Server()
     engine.serve("from both", 4, 4)
     engine.serve("new", 0, 0)
@@ -242,7 +242,7 @@ async def test_a_server_of_several_engines_has_a_choice_and_the_report_of_each(b
     assert (await routes.stats(request))["tiers"][0]["capacity_bytes"] == 1000 * num_engines
 
 
-async def test_a_server_asks_the_engine_for_what_no_step_has_told(begin: Begin) -> None:
+async def test_a_server_asks_the_engine_for_what_no_step_has_reported(begin: Begin) -> None:
     engine = Engine()
     Server()
     requests = [await begin(engine.controller.report, has_peers=has_peers) for has_peers in (False, True)]
@@ -252,7 +252,7 @@ async def test_a_server_asks_the_engine_for_what_no_step_has_told(begin: Begin) 
         await routes.drain(requests[1])
 
 
-async def test_who_asks_what_is_cached_is_answered_by_all_engines(received: Received) -> None:
+async def test_a_query_for_cached_prefixes_is_answered_by_all_engines(received: Received) -> None:
     engines = [Engine(), Engine()]
 
     async def call_utility_all_async(name: str, cursor: str, tenant: str | None) -> list[object]:
@@ -331,7 +331,7 @@ def test_several_engines_have_series_of_their_own(received: Received) -> None:
     assert report["num_requests"] == 3, "together"
 
 
-def test_of_several_api_servers_the_first_shows_the_series_and_all_know_the_engine(
+def test_the_first_of_several_api_servers_exports_metrics_and_all_know_the_engine(
     received: Received,
 ) -> None:
     engine = Engine()
@@ -414,7 +414,7 @@ def test_a_request_is_found_by_the_id_of_its_response(inside: str, response_id: 
 def test_a_server_of_a_later_engine_shows_what_that_engine_says_last(received: Received) -> None:
     """Of several servers, each has one engine, which keeps its number."""
     engine, server = Engine(), Server(first=3)
-    received.tell([engine.controller.report()])
+    received.update([engine.controller.report()])
     first = received.engine()
     assert first is not None
     assert first["num_requests"] == 0

@@ -70,7 +70,7 @@ def two_connectors(
 
 @pytest.mark.parametrize("loads_async", [False, True], ids=["loads in a step", "loads before"])
 @pytest.mark.parametrize("is_async", [False, True], ids=["one step in flight", "two steps in flight"])
-def test_no_request_reads_kv_of_other_tokens_whoever_loads_it(is_async: bool, loads_async: bool) -> None:
+def test_no_request_reads_kv_of_other_tokens_with_any_connector(is_async: bool, loads_async: bool) -> None:
     num_loaded = num_loaded_by_other = num_preempted = 0
     for seed in range(3):
         with two_connectors(24, "160KiB", loads_async=loads_async, is_async=is_async) as scheduler:
@@ -275,14 +275,14 @@ def test_statistics_of_both_reach_the_server_by_name() -> None:
         assert copied == {"RAGCacheConnector": {**other_connectors.own_stats(sent.to_dict()), "offload": None}}
 
 
-def test_the_other_connector_may_have_what_is_forgotten_and_the_receipt_says_so() -> None:
+def test_the_other_connector_may_have_what_is_forgotten_and_the_receipt_reports_it() -> None:
     with two_connectors() as scheduler:
         (problem,) = scheduler.left()["problems"]
         assert problem == "KeepingConnector beside RAGCache may keep KV of its own: delete it there"
 
 
 def test_events_of_the_tiers_pass_through() -> None:
-    with two_connectors(tells_events=True) as scheduler:
+    with two_connectors(emits_events=True) as scheduler:
         told: list[Any] = []
         scheduler.kv_event_publisher.publish = lambda batch: told.extend(batch.events)
         scheduler.add_request(request("r", tokens(1, 40), 1))
@@ -340,7 +340,7 @@ def test_vllms_own_tier_below_ours_is_loaded_from_and_a_receipt_names_it(
         assert scheduler._controller.counters.num_tokens_by_tier[Origin.DISK] == len(shared)
 
 
-def test_with_an_unknown_release_ours_reads_documents_and_tells_the_server_nothing(
+def test_with_an_unknown_release_documents_are_read_and_nothing_is_sent(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for module in (connector, release, minimal):

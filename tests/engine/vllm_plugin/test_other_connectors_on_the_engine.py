@@ -67,7 +67,7 @@ def empty_gpu_and_host(engine: Engine) -> None:
     assert [post(engine, route) for route in ("sleep?level=1", "wake_up")] == [200, 200]
 
 
-def test_answers_are_plain_vllms_whoever_has_the_kv(both: Engine, plain: Engine, folder: Path) -> None:
+def test_answers_equal_plain_vllm_with_any_connector_holding_the_kv(both: Engine, plain: Engine, folder: Path) -> None:
     new = [("What do they make?", shown) for shown in PAIRS]
     other_question = [("How many kinds of tea? " * 20, shown) for shown in PAIRS]  # longer than a block
     found: list[tuple[int, int]] = []
@@ -90,7 +90,7 @@ def test_answers_are_plain_vllms_whoever_has_the_kv(both: Engine, plain: Engine,
     assert all(any(each.glob("*.safetensors")) for each in kept)
 
 
-def test_the_server_tells_of_the_tiers_and_speculates_as_ever(both: Engine, plain: Engine) -> None:
+def test_the_server_reports_the_tiers_and_speculates(both: Engine, plain: Engine) -> None:
     shown, question = DOCUMENTS[1:3], "Which company ships tea?"
     expected = ask(plain, shown, question).text
     ahead = speculate(both, lambda: ask(both, shown, question))
@@ -126,6 +126,6 @@ def test_ours_has_a_disk_beside_the_other_connector(both: Engine, plain: Engine)
     assert answer.stats.num_host_tokens == num_read
 
 
-def test_the_other_connectors_kv_is_not_forgotten_and_that_is_said(both: Engine) -> None:
+def test_the_other_connectors_kv_is_not_forgotten_and_that_is_reported(both: Engine) -> None:
     receipt = both.forget(["d0"])
     assert any("ExampleConnector beside RAGCache may keep KV of its own" in problem for problem in receipt.problems)

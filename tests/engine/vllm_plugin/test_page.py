@@ -142,7 +142,7 @@ def test_documents_of_a_request_appear_while_one_looks_and_are_text_whatever_the
     assert wrong == [], "nothing breaks the page's own rules, or is missing"
 
 
-def test_what_the_page_is_told_needs_the_key_and_has_a_limit(engine: Engine) -> None:
+def test_the_data_of_the_page_needs_the_key_and_has_a_limit(engine: Engine) -> None:
     ask_about(engine, "page-e.md", first=400, times=3)
     authorized = {"Authorization": f"Bearer {engine.api_key}"}
     for what in ("tree", "requests"):
@@ -168,11 +168,11 @@ def test_what_the_page_is_told_needs_the_key_and_has_a_limit(engine: Engine) -> 
 def app(monkeypatch: pytest.MonkeyPatch) -> FastAPI:
     """The server, behind which an engine has one node in its tree."""
     made = server(monkeypatch, "--api-key", KEY)
-    told_of_one_engine(made, monkeypatch, "before.md")
+    reports_of_one_engine(made, monkeypatch, "before.md")
     return made
 
 
-def told_of_one_engine(app: FastAPI, monkeypatch: pytest.MonkeyPatch, *doc_ids: str) -> None:
+def reports_of_one_engine(app: FastAPI, monkeypatch: pytest.MonkeyPatch, *doc_ids: str) -> None:
     """Have each of as many engines as ``doc_ids`` tell of one document."""
 
     async def call_cache(_: object, action: str, body: dict[str, Any]) -> list[dict[str, Any]]:
@@ -236,7 +236,7 @@ def test_the_page_says_that_the_server_is_gone_and_goes_on_with_the_next_one(
         assert sees(window, "before.md", "tree")
     assert sees(window, "trying again", "state")
     assert "before.md" in text(window, "tree"), "what is known stays"
-    told_of_one_engine(app, monkeypatch, "after.md")
+    reports_of_one_engine(app, monkeypatch, "after.md")
     with serving(app, port):
         assert sees(window, "after.md", "tree")
         assert sees(window, "live", "state")
@@ -254,7 +254,7 @@ def shared(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FastAPI:
         "kv_connector_extra_config": {"ragcache": {"tenants": str(tenants)}},
     }
     made = server(monkeypatch, "--api-key", KEY, "--kv-transfer-config", json.dumps(transfer))
-    told_of_one_engine(made, monkeypatch, "theirs.md")
+    reports_of_one_engine(made, monkeypatch, "theirs.md")
     tier = {"name": "gpu", "capacity_bytes": 9 << 20, "used_bytes": 3 << 20, "num_blocks": 3, "num_evicted_blocks": 0}
     use = {"doc_id": "own.md", "frequency": 2, "num_tokens": 32, "tiers": ["gpu"]}
     own = {"tiers": [{**tier, "num_hit_tokens": 7, "is_enabled": True}], "hottest_documents": [use]}
@@ -271,7 +271,7 @@ def test_a_tenants_key_opens_what_the_page_shows_a_tenant_and_nothing_else(share
 
 
 @needs_browser
-def test_with_a_tenants_key_the_page_shows_what_is_the_tenants_own_and_says_what_is_not(
+def test_with_a_tenants_key_the_page_shows_what_is_the_tenants_own_and_reports_what_is_not(
     shared: FastAPI, window: Chrome
 ) -> None:
     port = free_port("127.0.0.1")

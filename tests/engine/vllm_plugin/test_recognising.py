@@ -139,7 +139,7 @@ def test_a_text_that_is_longer_than_every_prompt_is_refused_and_its_longer_forms
     run(scene)
 
 
-def test_control_tokens_in_a_document_are_told() -> None:
+def test_control_tokens_in_a_document_are_reported() -> None:
     async def scene() -> None:
         server = await Server().begin()
         results = await server.services[0].register(None, [document("a", f"{SUN} <end> {SUIT}"), document("b", SUN)])
@@ -288,7 +288,7 @@ def test_every_api_server_knows_a_restricted_document_when_its_registration_retu
     run(scene)
 
 
-def test_a_server_that_does_not_follow_is_told_for_restricted_documents(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_without_acl_support_is_reported_for_restricted_documents(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ragcache_core.vllm_plugin.server.recognition.service._EVERYWHERE_S", 0.1)
 
     async def scene() -> None:
@@ -393,7 +393,7 @@ def test_of_too_many_documents_those_unseen_for_longest_are_dropped() -> None:
     run(scene)
 
 
-def test_documents_that_differ_too_little_are_told() -> None:
+def test_documents_that_differ_too_little_are_reported() -> None:
     async def scene() -> None:
         server = await Server().begin()
         results = await server.register(
@@ -438,11 +438,11 @@ def test_a_document_that_is_forgotten_while_prompts_are_recognised_is_not_named_
         server = await Server().begin()
         await server.register(document("sun", SUN), document("suit", SUIT))
 
-        async def keep_asking() -> None:
+        async def keep_sending() -> None:
             for _ in range(50):
                 await server.ask(f"{SUN} \n {SUIT}")
 
-        asking = [asyncio.create_task(keep_asking()) for _ in range(4)]
+        asking = [asyncio.create_task(keep_sending()) for _ in range(4)]
         await asyncio.sleep(0)
         await server.services[0].forget({"sun"})
         later = len(server.clients[0].asked)
@@ -454,7 +454,7 @@ def test_a_document_that_is_forgotten_while_prompts_are_recognised_is_not_named_
 
 
 @pytest.mark.parametrize("kind", ["no generator", "other arguments", "fixed"])
-def test_a_release_that_refuses_the_wrapper_is_told_once_and_left_as_it_is(
+def test_a_release_that_refuses_the_wrapper_is_reported_once_and_left_as_it_is(
     kind: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Coroutines(EngineClient):
@@ -736,7 +736,7 @@ def test_a_restricted_document_that_cannot_be_registered_makes_its_tenant_restri
     run(scene)
 
 
-def test_a_document_that_is_not_told_apart_from_64_others_is_refused_for_that_reason_each_time() -> None:
+def test_a_document_indistinguishable_from_64_others_is_refused_each_time() -> None:
     async def scene() -> None:
         server = await Server().begin()
         same = [document(f"d{i}", "word " * (10 + i)) for i in range(66)]

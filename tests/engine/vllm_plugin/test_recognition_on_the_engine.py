@@ -178,7 +178,7 @@ def test_a_plain_client_has_hits_names_and_pins_by_document(client: PlainClient)
     assert client.on_documents("unpin", ["doc-20"])["changed"] == ["doc-20"]
 
 
-def test_every_kind_of_response_has_its_statistics_where_they_are_asked_for(client: PlainClient) -> None:
+def test_every_kind_of_response_has_its_statistics_where_they_are_requested(client: PlainClient) -> None:
     text = f"{DOCUMENTS['doc-20']}\n\nWhere?"
     chat = {"messages": [{"role": "user", "content": text}], "max_tokens": 2}
     kinds: dict[str, dict[str, Any]] = {

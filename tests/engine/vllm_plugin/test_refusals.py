@@ -199,7 +199,7 @@ REFUSALS = {
 
 
 @pytest.mark.parametrize("what", REFUSALS)
-def test_a_refusal_names_the_setting_the_reason_and_the_cure(what: str) -> None:
+def test_a_refusal_names_the_setting_the_reason_and_the_hint(what: str) -> None:
     refusal = REFUSALS[what]
     with pytest.raises(ConfigError) as caught:
         refusal.ask()

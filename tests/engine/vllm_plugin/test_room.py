@@ -40,7 +40,7 @@ def test_there_is_room_where_a_speculation_would_be_admitted_now(is_gpu: bool) -
 
 
 @pytest.mark.parametrize("ends_by", ["answer", "abort"])
-def test_the_room_is_said_when_it_changes_and_when_the_engine_is_idle_again(
+def test_the_room_is_reported_when_it_changes_and_when_the_engine_is_idle_again(
     ends_by: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stage = Stage()
@@ -112,7 +112,7 @@ def test_the_tokens_of_a_structured_answer_do_not_wait_for_blocks_to_be_placed(
     assert bool(placed) is not is_structured
 
 
-def test_which_documents_are_cached_is_said_from_one_question_to_the_next() -> None:
+def test_which_documents_are_cached_is_reported_from_one_question_to_the_next() -> None:
     stage = Stage()
     stage.ask("AB")
     stage.finish_all()

@@ -26,7 +26,7 @@ def named(doc_id: str) -> dict[str, object]:
 
 
 @pytest.mark.parametrize("is_speculative", [False, True])
-def test_an_engine_tells_no_ids_of_documents_that_were_shown_with_a_salt(
+def test_an_engine_reports_no_ids_of_documents_sent_with_a_salt(
     monkeypatch: pytest.MonkeyPatch, is_speculative: bool
 ) -> None:
     """All that the server's routes and series show arrives with the statistics of steps."""
@@ -63,7 +63,7 @@ def tenants(tmp_path: Path) -> Path:
     return path
 
 
-def test_tenants_are_told_of_themselves_alone_and_keep_to_their_quotas(tenants: Path) -> None:
+def test_tenants_see_only_themselves_and_stay_within_quota(tenants: Path) -> None:
     stage = shared(tenants)
     for turn in range(3):
         for tenant in "ab":
@@ -93,7 +93,7 @@ def test_tenants_are_told_of_themselves_alone_and_keep_to_their_quotas(tenants: 
         assert all((f"of {other}" in told) == (other == tenant) for other in "ab")
 
 
-def test_purged_a_tenant_is_told_of_no_document_any_more(tenants: Path) -> None:
+def test_after_a_purge_a_tenant_sees_no_document(tenants: Path) -> None:
     stage = shared(tenants)
     ask(stage, "a", "X")
     stage.finish_all()
@@ -104,7 +104,7 @@ def test_purged_a_tenant_is_told_of_no_document_any_more(tenants: Path) -> None:
     assert not any(stage.controller.tree.tiers[Tier.GPU].shares.owned.values())
 
 
-def test_a_tenants_flood_pushes_out_nobody_else(tenants: Path) -> None:
+def test_a_tenants_flood_evicts_no_other_tenant(tenants: Path) -> None:
     stage = shared(tenants)
     ask(stage, "a", "X")
     stage.finish_all()
@@ -137,7 +137,7 @@ def ask(stage: Stage, tenant: str, doc: str, salt: str | None = None) -> str:
     return stage.ask(doc, salt=cache_salt_for(tenant, salt, secret=SALT_SECRET), metadata=metadata, question=1)
 
 
-def test_a_beam_search_of_a_tenants_counts_as_his(tenants: Path) -> None:
+def test_a_beam_search_counts_for_its_tenant(tenants: Path) -> None:
     """vLLM makes its own requests: of what the server has added they have the salt alone."""
     stage = shared(tenants)
     for salt in (cache_salt_for("a"), cache_salt_for("a", "own")):
@@ -150,7 +150,7 @@ def test_a_beam_search_of_a_tenants_counts_as_his(tenants: Path) -> None:
     assert owned["a"] <= 12, "the quota"
 
 
-def test_who_has_a_salt_of_his_own_or_of_an_unknown_tenant_is_nobody(tenants: Path) -> None:
+def test_an_own_salt_or_that_of_an_unknown_tenant_has_no_owner(tenants: Path) -> None:
     stage = shared(tenants)
     for salt in (None, "s", "tenant-a-b", cache_salt_for("who")):
         stage.ask("X", salt=salt)
@@ -158,7 +158,7 @@ def test_who_has_a_salt_of_his_own_or_of_an_unknown_tenant_is_nobody(tenants: Pa
     assert set(stage.controller.tree.tiers[Tier.GPU].shares.owned) == {None}
 
 
-def test_a_collection_keeps_to_its_quota_whoever_else_is_on_its_paths(tmp_path: Path) -> None:
+def test_a_collection_stays_within_its_quota_also_on_shared_prefixes(tmp_path: Path) -> None:
     path = tmp_path / "collections.toml"
     path.write_text(
         f'[[collections]]\nname = "news"\nids = ["[A-M]"]\nquota = {{gpu = "{12 * BLOCK_BYTES}"}}\n'

@@ -100,7 +100,7 @@ class Machine:
     def store(self, documents: str) -> None:
         """Store a request's chunks, and wait until the threads have nothing more to do with them."""
         self.result(self.submit_store(documents))
-        assert until(lambda: not self.tier._io.is_writing)
+        assert until(lambda: not self.tier._io.num_waiting)
 
     def result(self, job_id: int, timeout_s: float = 15.0) -> EndedJob:
         def has_ended() -> bool:
@@ -180,13 +180,13 @@ def test_what_one_engine_stored_another_loads(start: Starting, server: RedisServ
     assert one.controller.counters.num_shared_failures == 0
 
 
-@pytest.mark.parametrize("is_sealed", [False, True], ids=["open", "sealed"])
+@pytest.mark.parametrize("is_encrypted", [False, True], ids=["plain", "encrypted"])
 def test_what_one_engine_stored_compressed_engines_with_other_settings_load(
-    start: Starting, server: RedisServer, monkeypatch: pytest.MonkeyPatch, is_sealed: bool
+    start: Starting, server: RedisServer, monkeypatch: pytest.MonkeyPatch, is_encrypted: bool
 ) -> None:
     pytest.importorskip("blosc2")
     monkeypatch.setattr(sys.modules[__name__], "payload", lambda key: bytes(key[:8]) * (CHUNK_BYTES // 8))
-    if is_sealed:
+    if is_encrypted:
         monkeypatch.setenv(KEY_ENV, base64.b64encode(os.urandom(32)).decode())
     start(server.url, compression="zstd", disk_bytes=1).store("AB")
     sizes = [server.client().strlen(name) for name in rests_of(server)]
@@ -198,12 +198,12 @@ def test_what_one_engine_stored_compressed_engines_with_other_settings_load(
         assert other.counters.num_corrupt_blocks == 0
 
 
-@pytest.mark.parametrize("is_sealed", [False, True], ids=["open", "sealed"])
+@pytest.mark.parametrize("is_encrypted", [False, True], ids=["plain", "encrypted"])
 def test_objects_from_before_records_had_a_format_are_loaded(
-    start: Starting, server: RedisServer, monkeypatch: pytest.MonkeyPatch, is_sealed: bool
+    start: Starting, server: RedisServer, monkeypatch: pytest.MonkeyPatch, is_encrypted: bool
 ) -> None:
     """``payload | time | XXH3 of these and the name`` is what RAGCache stored before."""
-    if is_sealed:
+    if is_encrypted:
         monkeypatch.setenv(KEY_ENV, base64.b64encode(os.urandom(32)).decode())
     one, client = start(server.url), server.client()
     for key in chain("AB"):
@@ -212,7 +212,7 @@ def test_objects_from_before_records_had_a_format_are_loaded(
         digest.update(name.encode())
         data = body + digest.digest()
         keys = one.tier._objects._keys
-        client.set(name, data if keys is None else keys.seal(data, name.encode()))
+        client.set(name, data if keys is None else keys.encrypt(data, name.encode()))
     assert one.read("AB") == 4
     assert one.counters.num_corrupt_blocks == 0
 
@@ -263,7 +263,7 @@ def test_another_models_objects_are_other_objects(
     server.client().set("ragcache/foreign", b"x")
 
 
-def test_what_a_key_seals_is_read_with_that_key_alone(
+def test_encrypted_objects_are_read_only_with_their_key(
     start: Starting, server: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     key, new = (base64.b64encode(os.urandom(32)).decode() for _ in range(2))
@@ -305,9 +305,7 @@ def test_a_store_that_is_killed_is_a_miss_at_once_and_is_left_alone(
 
 
 @pytest.mark.parametrize("moment", ["look-up", "load", "store"])
-def test_a_store_that_hangs_holds_nobody_longer_than_the_bound(
-    start: Starting, server: RedisServer, moment: str
-) -> None:
+def test_a_hanging_store_delays_no_request_beyond_the_bound(start: Starting, server: RedisServer, moment: str) -> None:
     one = start(server.url)
     one.store("AB")
     keys, context = one.begin("AB")
@@ -446,7 +444,7 @@ def test_a_limit_that_holds_no_two_blocks_is_refused(start: Starting, server: Re
     assert bytes_in(server) <= 3 * CHUNK_BYTES
 
 
-def test_a_read_only_replica_gives_and_says_what_to_do(
+def test_a_read_only_replica_gives_and_reports_what_to_do(
     start: Starting, server: RedisServer, plugin_log: pytest.LogCaptureFixture
 ) -> None:
     one = start(server.url)
@@ -496,14 +494,14 @@ def test_forgotten_documents_are_deleted_behind_what_is_being_stored(start: Star
     one.controller.forget({"B"})
     one.result(one.submit_store("AD"))
     one.controller.forget({"D"})
-    assert until(lambda: not one.tier.num_left())
-    assert until(lambda: not one.tier._io.is_writing)
+    assert until(lambda: not one.tier.num_pending())
+    assert until(lambda: not one.tier._io.num_waiting)
     assert len(rests_of(server)) == 3
-    assert one.tier.why_left() is None
+    assert one.tier.deletion_problem() is None
     assert (one.read("AB"), one.read("AC")) == (1, 3)
 
 
-def test_what_cannot_be_deleted_now_is_said_and_deleted_when_the_store_is_back(
+def test_what_cannot_be_deleted_now_is_reported_and_deleted_when_the_store_is_back(
     start: Starting, server: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(async_store, "REST_S", 0.2)
@@ -511,9 +509,9 @@ def test_what_cannot_be_deleted_now_is_said_and_deleted_when_the_store_is_back(
     one.store("AB")
     server.process.send_signal(signal.SIGSTOP)
     one.controller.forget({"B"})
-    assert until(lambda: "may have 3 chunks" in (one.tier.why_left() or ""), 10.0)
+    assert until(lambda: "may have 3 chunks" in (one.tier.deletion_problem() or ""), 10.0)
     server.process.send_signal(signal.SIGCONT)
-    assert until(lambda: not one.tier.num_left(), 20.0)
+    assert until(lambda: not one.tier.num_pending(), 20.0)
     assert len(rests_of(server)) == 1
 
 
@@ -531,7 +529,7 @@ def test_nothing_is_read_that_is_forgotten_while_the_store_does_not_delete_it(
     assert one.read("AB") == 1
     assert start(server.url).read("AB") == 4, "of another engine's deletions an engine knows nothing"
     server.client().execute_command("ACL", "SETUSER", "default", "+unlink")
-    assert until(lambda: not one.tier.num_left(), 20.0)
+    assert until(lambda: not one.tier.num_pending(), 20.0)
     assert one.read("AB") == 1
     one.store("AB")
     assert one.read("AB") == 4, "what is recomputed is stored and read"
@@ -543,12 +541,12 @@ def test_an_engine_whose_store_is_gone_keeps_each_deletion_once_and_none_of_what
         keys, context = one.begin("BD")
         one.end(context)
         one.controller.forget({"B"})
-    assert until(lambda: one.tier.num_left() == len(keys))
-    assert until(lambda: one.tier.why_left() is not None)
+    assert until(lambda: one.tier.num_pending() == len(keys))
+    assert until(lambda: one.tier.deletion_problem() is not None)
     one.begin("CD")
     one.controller.tick(time.time() + 1000)
     time.sleep(0.1)
-    assert one.tier.num_left() == len(keys)
+    assert one.tier.num_pending() == len(keys)
 
 
 def test_a_store_that_owes_too_many_deletions_is_used_no_more(
@@ -560,8 +558,8 @@ def test_a_store_that_owes_too_many_deletions_is_used_no_more(
     one.store("ABCD")
     server.client().execute_command("ACL", "SETUSER", "default", "-unlink")
     one.controller.forget({"A"})
-    assert until(lambda: "is used no more" in (one.tier.why_left() or ""), 10.0)
-    assert one.tier.num_left() == 0
+    assert until(lambda: "is used no more" in (one.tier.deletion_problem() or ""), 10.0)
+    assert one.tier.num_pending() == 0
     server.client().execute_command("ACL", "SETUSER", "default", "+unlink")
     assert one.read("ABCD") == 0, "what could not be deleted is not read"
     one.store("ABCD")
@@ -615,7 +613,7 @@ def test_after_new_weights_nothing_is_asked_or_stored(start: Starting, server: R
     assert start(server.url).read("AB") == 4, "what was stored is right for the weights of before"
 
 
-def test_a_load_that_takes_longer_than_computing_is_given_up(
+def test_a_load_that_takes_longer_than_computing_is_abandoned(
     start: Starting, server: RedisServer, monkeypatch: pytest.MonkeyPatch, plugin_log: pytest.LogCaptureFixture
 ) -> None:
     start(server.url).store("AB")

@@ -44,7 +44,7 @@ def is_serving(engine: Engine) -> bool:
     return {tier.name: tier.is_enabled for tier in engine.stats().tiers}["shared"]
 
 
-def test_two_engines_share_a_bucket_and_answer_alike_whatever_is_in_it(bucket: S3Store) -> None:
+def test_two_engines_share_a_bucket_and_give_equal_answers_whatever_is_in_it(bucket: S3Store) -> None:
     cache = CacheConfig(kv_cache_bytes="64MiB", block_size=BLOCK, host_bytes="64MiB", shared="s3://kv-bucket/kv")
     settings = {**ENGINE_ARGS, "cache": cache, "max_restarts": 0}
     with Engine.launch(str(DEMO_MODEL), **settings) as one, Engine.launch(str(DEMO_MODEL), **settings) as other:

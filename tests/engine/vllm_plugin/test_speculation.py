@@ -280,7 +280,7 @@ def test_whatever_happens_every_answer_is_right_and_nothing_is_left(kind: dict[s
     assert num_preempted > 0
 
 
-def test_several_requests_are_served_in_the_order_the_cache_likes() -> None:
+def test_several_requests_are_served_in_cache_aware_order() -> None:
     stage = Stage(max_num_seqs=1)
     first = stage.ask("AB")
     stage.finish_all()
@@ -306,7 +306,7 @@ def test_what_is_cached_while_a_request_waits_moves_it_forward() -> None:
     check_answers(stage, running, other, same)
 
 
-def test_nobody_is_overtaken_more_often_than_the_window_allows() -> None:
+def test_no_request_is_overtaken_more_often_than_the_window_allows() -> None:
     stage = Stage(max_num_seqs=1, settings={"queue_window": 3})
     first = stage.ask("A", num_answers=1)
     stage.step()

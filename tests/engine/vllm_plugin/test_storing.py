@@ -175,15 +175,15 @@ def test_what_the_offloading_counts_is_not_sent_with_every_step(monkeypatch: pyt
 
         monkeypatch.setattr(scheduler.connector, "get_kv_connector_stats", listen)
         steps = serve(scheduler)
-        num_said = sum(bool(answer and answer.data["offload"]) for answer in said)
-        assert 1 <= num_said < steps.num / 10
+        num_logged = sum(bool(answer and answer.data["offload"]) for answer in said)
+        assert 1 <= num_logged < steps.num / 10
 
 
-@pytest.mark.parametrize("tells_events", [True, False])
-def test_vllms_events_of_blocks_are_told_where_they_are_published_and_cost_nothing_elsewhere(
-    tells_events: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("emits_events", [True, False])
+def test_block_events_of_vllm_are_emitted_only_where_they_are_published(
+    emits_events: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with host_scheduler(40, "1MiB", tells_events) as scheduler:
+    with host_scheduler(40, "1MiB", emits_events) as scheduler:
         copies, asked = scheduler.connector.copies, []
         take = copies.take_events
 
@@ -193,5 +193,5 @@ def test_vllms_events_of_blocks_are_told_where_they_are_published_and_cost_nothi
 
         monkeypatch.setattr(copies, "take_events", listen)
         steps = serve(scheduler)
-        assert len(asked) == (steps.num if tells_events else 0)
-        assert any(asked) == tells_events
+        assert len(asked) == (steps.num if emits_events else 0)
+        assert any(asked) == emits_events

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.slow
 LAYOUT = PromptLayout()
 BLOCK, BLOCK_BYTES = 32, 128 << 10
 NUM_SAMPLES = 40
-PATIENCE_S = 60.0
+TIMEOUT_S = 60.0
 KEYS = {"acme": "acme-" + "a" * 32, "other": "other-" + "b" * 32}
 WORDS = ("Zorval", "Tenrik", "was", "a", "company", "founded", "by", "Anna", "Boris", "in", "1823", "makes", "clocks")
 
@@ -80,7 +80,7 @@ def get(engine: Engine, path: str, key: str) -> httpx.Response:
     return httpx.get(f"{engine.base_url}/ragcache/{path}", headers={"Authorization": f"Bearer {key}"}, timeout=30)
 
 
-def test_nobody_finds_what_another_has_cached_in_any_tier(engines: dict[str, Engine]) -> None:
+def test_no_tenant_hits_blocks_of_another_in_any_tier(engines: dict[str, Engine]) -> None:
     acme, other, operator = engines["acme"], engines["other"], engines["operator"]
     cold = ask(acme, "first")
     assert cold.num_cached_tokens == 0
@@ -89,7 +89,7 @@ def test_nobody_finds_what_another_has_cached_in_any_tier(engines: dict[str, Eng
         assert ask(engine, "first").num_cached_tokens == 0, "not even the static prefix"
     assert ask(acme, "first", extra_body={"cache_salt": "of one user"}).num_cached_tokens == 0
     assert ask(acme, "first").num_cached_tokens > 0
-    assert until(lambda: ask(acme, "first").num_stored_bytes == 0, PATIENCE_S)
+    assert until(lambda: ask(acme, "first").num_stored_bytes == 0, TIMEOUT_S)
     for route in ("sleep?level=1", "wake_up"):  # what is on disk stays
         url = f"{operator.base_url.removesuffix('/v1')}/{route}"
         httpx.post(url, headers={"Authorization": f"Bearer {operator.api_key}"}, timeout=30).raise_for_status()
@@ -98,7 +98,7 @@ def test_nobody_finds_what_another_has_cached_in_any_tier(engines: dict[str, Eng
     assert (ask(acme, "first").num_disk_tokens or 0) >= cold.num_prompt_tokens - 2 * BLOCK
 
 
-def test_each_is_shown_his_own_figures_documents_and_paths(engines: dict[str, Engine]) -> None:
+def test_each_tenant_sees_its_own_metrics_documents_and_prefixes(engines: dict[str, Engine]) -> None:
     acme, other, operator = engines["acme"], engines["other"], engines["operator"]
     for _ in range(2):
         ask(acme, "contract")
@@ -110,7 +110,7 @@ def test_each_is_shown_his_own_figures_documents_and_paths(engines: dict[str, En
         timeout=60,
     ).json()
     for engine, mine, his in ((acme, "contract", "recipe"), (other, "recipe", "contract")):
-        assert until(lambda e=engine, m=mine: m in json.dumps(get(e, "stats", e.api_key).json()), PATIENCE_S)
+        assert until(lambda e=engine, m=mine: m in json.dumps(get(e, "stats", e.api_key).json()), TIMEOUT_S)
         shown = {path: get(engine, path, engine.api_key).text for path in ("stats", "cached_paths", "load", "costs")}
         assert f"{mine}-0" in shown["stats"]
         assert f"{mine}-1" in shown["cached_paths"]
@@ -131,7 +131,7 @@ def test_each_is_shown_his_own_figures_documents_and_paths(engines: dict[str, En
     assert httpx.get(f"{operator.base_url.removesuffix('/v1')}/metrics", timeout=30).status_code == 401
 
 
-def test_what_is_not_for_tenants_is_refused_with_a_cure(engines: dict[str, Engine]) -> None:
+def test_what_is_not_for_tenants_is_refused_with_a_hint(engines: dict[str, Engine]) -> None:
     with pytest.raises(RequestRejectedError, match="the key is one of 'acme': ask with an operator's key"):
         engines["acme"].forget(["first-0"])
     receipt = engines["operator"].forget(["first-0"])
@@ -139,7 +139,7 @@ def test_what_is_not_for_tenants_is_refused_with_a_cure(engines: dict[str, Engin
     assert ask(engines["acme"], "first").num_cached_tokens < 2 * BLOCK
 
 
-def test_nobody_confirms_anothers_speculation(engines: dict[str, Engine]) -> None:
+def test_a_tenant_cannot_confirm_a_speculation_of_another(engines: dict[str, Engine]) -> None:
     def confirm(engine: Engine) -> None:
         url = f"{engine.base_url}/ragcache/speculations/guess/confirm"
         answer = httpx.post(url, headers={"Authorization": f"Bearer {engine.api_key}"}, timeout=30)
@@ -158,7 +158,7 @@ def test_nobody_confirms_anothers_speculation(engines: dict[str, Engine]) -> Non
         assert num_confirmed() == before
         assert get(stranger, "speculations/guess", stranger.api_key).json()["num_reports"] == 0
     confirm(acme)
-    assert until(lambda: num_confirmed() == before + 1, PATIENCE_S)
+    assert until(lambda: num_confirmed() == before + 1, TIMEOUT_S)
 
 
 def p_value(slow: list[float], fast: list[float], num_permutations: int = 20_000) -> float:
@@ -199,7 +199,7 @@ def test_a_strangers_prompt_is_no_faster_than_a_new_one(engines: dict[str, Engin
     assert saved < whole, "whatever noise there is, it is not a hit"
 
 
-def test_a_tenant_keeps_to_his_quota_and_finds_his_own_after_a_crash(
+def test_a_tenant_stays_within_quota_and_hits_its_own_blocks_after_a_crash(
     operator: Engine, engines: dict[str, Engine]
 ) -> None:
     def on_disk(name: str) -> int:
@@ -207,12 +207,12 @@ def test_a_tenant_keeps_to_his_quota_and_finds_his_own_after_a_crash(
 
     acme = engines["acme"]
     for i in range(4):
-        assert until(lambda i=i: ask(acme, f"many {i}").num_stored_bytes == 0, PATIENCE_S)
+        assert until(lambda i=i: ask(acme, f"many {i}").num_stored_bytes == 0, TIMEOUT_S)
         assert on_disk("acme") <= 40
-    assert until(lambda: on_disk("acme") > 20, PATIENCE_S)
+    assert until(lambda: on_disk("acme") > 20, TIMEOUT_S)
     for i in range(2):
-        assert until(lambda i=i: ask(engines["other"], f"kept {i}").num_stored_bytes == 0, PATIENCE_S)
-    assert until(lambda: on_disk("other") > 40, PATIENCE_S), "without a quota"
+        assert until(lambda i=i: ask(engines["other"], f"kept {i}").num_stored_bytes == 0, TIMEOUT_S)
+    assert until(lambda: on_disk("other") > 40, TIMEOUT_S), "without a quota"
     assert operator.pid is not None
     core = (p for p in psutil.Process(operator.pid).children(recursive=True) if "EngineCore" in " ".join(p.cmdline()))
     next(core).kill()

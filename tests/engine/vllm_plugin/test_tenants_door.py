@@ -85,7 +85,9 @@ def headers(key: str) -> dict[str, str]:
         ("OPTIONS", "/metrics/all", 403),
     ],
 )
-def test_vllm_asks_for_no_other_key_than_the_door(server: TestClient, method: str, route: str, by_tenant: int) -> None:
+def test_vllm_requires_the_same_key_as_the_auth_middleware(
+    server: TestClient, method: str, route: str, by_tenant: int
+) -> None:
     """404: there is no engine. 400: the body is empty."""
     assert server.request(method, route, json={}).status_code == 401
     assert server.request(method, route, json={}, headers=headers("wrong")).status_code == 401
@@ -124,7 +126,7 @@ def test_a_request_of_another_tenants_is_as_unknown_as_one_that_never_was(
     figures.begin(PluginSettings())
     figures.add({"requests": {"cmpl-1-0-12345678": {"num_gpu_tokens": 7, "tenant": "b"}}}, 0)
     monkeypatch.setattr(routes, "received", figures)
-    monkeypatch.setattr(routes, "_PATIENCE_S", 0.1)
+    monkeypatch.setattr(routes, "_TIMEOUT_S", 0.1)
 
     def ask(key: str, name: str) -> tuple[int, bool]:
         began_s = time.monotonic()

@@ -276,7 +276,7 @@ def test_the_nearest_tier_that_has_a_block_loads_it_and_counts_as_its_source() -
     assert it.manager.get_load_source(it.keys[0], other.context) is CacheHitSource.HOST, "for others it was there"
 
 
-def test_a_tier_that_does_not_know_yet_is_asked_again_unless_another_has_it() -> None:
+def test_a_tier_that_does_not_know_yet_is_queried_again_unless_another_has_it() -> None:
     it = Tiers()
     it.fast.is_unknown, it.slow.held = True, set(it.keys[:1])
     assert it.look_up() == [LookupResult.HIT_PENDING] + [LookupResult.RETRY] * 5

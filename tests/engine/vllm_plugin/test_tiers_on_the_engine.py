@@ -23,7 +23,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from ragcache_core import CacheConfig, Document, PromptLayout, RequestStats
 from ragcache_core.chunkstore.compression import is_installed
 from ragcache_core.client import Engine
-from ragcache_core.client.generation import Generation, whole
+from ragcache_core.client.generation import Generation, join_chunks
 from ragcache_core.errors import EngineError, RequestRejectedError
 from ragcache_core.prompt import RenderedPrompt
 from ragcache_core.types import Tier
@@ -38,7 +38,7 @@ NUM_GPU_BLOCKS, NUM_HOST_BLOCKS = 96, 48
 BLOCK_BYTES = 128 << 10
 WORDS = ("Zorval", "Tenrik", "was", "a", "company", "founded", "by", "Anna", "Boris", "in", "1823", "makes", "clocks")
 QUESTION = "Who founded Zorval?"
-PATIENCE_S = 60.0
+TIMEOUT_S = 60.0
 
 
 @pytest.fixture(scope="module")
@@ -146,7 +146,7 @@ def series(engine: Engine) -> dict[tuple[str, str], float]:
 def empty_the_gpu(engine: Engine) -> None:
     """Make vLLM forget its own KV memory, and nothing else."""
     url = f"{server(engine)}/reset_prefix_cache"
-    assert until(lambda: httpx.post(url, headers=authorized(engine), timeout=30).status_code == 200, PATIENCE_S)
+    assert until(lambda: httpx.post(url, headers=authorized(engine), timeout=30).status_code == 200, TIMEOUT_S)
 
 
 def sleep_and_wake_up(engine: Engine) -> None:
@@ -163,7 +163,7 @@ def are_enabled(engine: Engine) -> dict[str, bool]:
         return {}
 
 
-def test_a_server_that_is_ready_tells_of_its_tiers_before_anybody_asks(tiers: Engine) -> None:
+def test_a_ready_server_reports_its_tiers_before_the_first_request(tiers: Engine) -> None:
     assert are_enabled(tiers) == {"gpu": True, "host": True, "disk": True}
     found = series(tiers)
     assert {tier.label: found["ragcache_tier_enabled", tier.label] for tier in Tier} == dict.fromkeys(
@@ -196,7 +196,7 @@ def test_every_tier_serves_the_answers_that_were_computed(tiers: Engine, answers
 @pytest.mark.skipif(not is_installed(), reason="blosc2 is not installed")
 def test_kv_on_disk_is_compressed(tiers: Engine, answers: Answers) -> None:
     answers.ask("compressed")
-    assert until(lambda: answers.ask("compressed").num_stored_bytes == 0, PATIENCE_S)
+    assert until(lambda: answers.ask("compressed").num_stored_bytes == 0, TIMEOUT_S)
     (disk,) = (tier for tier in tiers.stats().tiers if tier.name == "disk")
     assert 0 < disk.used_bytes < 0.9 * disk.num_blocks * BLOCK_BYTES
     sleep_and_wake_up(tiers)  # without what GPU and host memory hold
@@ -213,7 +213,7 @@ def test_a_prompt_longer_than_the_host_tier_reuses_what_fits(tiers: Engine, answ
 
 def test_an_engine_that_slept_with_its_weights_finds_what_is_on_disk(tiers: Engine, answers: Answers) -> None:
     answers.ask("slept")
-    assert until(lambda: answers.ask("slept").num_stored_bytes == 0, PATIENCE_S)
+    assert until(lambda: answers.ask("slept").num_stored_bytes == 0, TIMEOUT_S)
     sleep_and_wake_up(tiers)
     stats = answers.ask("slept")
     assert (stats.num_gpu_tokens, stats.num_host_tokens) == (0, 0)
@@ -221,14 +221,14 @@ def test_an_engine_that_slept_with_its_weights_finds_what_is_on_disk(tiers: Engi
     assert are_enabled(tiers) == {"gpu": True, "host": True, "disk": True}
 
 
-def test_what_is_prefetched_from_disk_is_in_host_memory_when_it_is_asked_for(tiers: Engine, answers: Answers) -> None:
+def test_what_is_prefetched_from_disk_is_in_host_memory_when_it_is_requested(tiers: Engine, answers: Answers) -> None:
     answers.ask("ahead", 1)
-    assert until(lambda: answers.ask("ahead", 1).num_stored_bytes == 0, PATIENCE_S)
+    assert until(lambda: answers.ask("ahead", 1).num_stored_bytes == 0, TIMEOUT_S)
     sleep_and_wake_up(tiers)
     prompt = LAYOUT.render(tiers.tokenizer, documents("ahead", 1), QUESTION)
     num_read = tiers.prefetch(prompt)
     assert num_read >= len(prompt.token_ids) - 2 * BLOCK
-    assert until(lambda: tiers.prefetch(prompt) == 0, PATIENCE_S), "an engine that rests reads it all the same"
+    assert until(lambda: tiers.prefetch(prompt) == 0, TIMEOUT_S), "an engine that rests reads it all the same"
     stats = answers.ask("ahead", 1)
     assert (stats.num_gpu_tokens, stats.num_host_tokens, stats.num_disk_tokens) == (0, num_read, 0)
     url = f"{tiers.base_url}/ragcache/prefetch"
@@ -238,12 +238,10 @@ def test_what_is_prefetched_from_disk_is_in_host_memory_when_it_is_asked_for(tie
         assert refused.status_code == 400
 
 
-def test_a_tenant_finds_on_disk_what_was_stored_with_its_salt_and_nobody_else_does(
-    tiers: Engine, answers: Answers
-) -> None:
+def test_only_the_tenant_finds_blocks_on_disk_stored_with_its_salt(tiers: Engine, answers: Answers) -> None:
     tenant = {"extra_body": {"cache_salt": "of tenant a"}}
     answers.ask("tenant", **tenant)
-    assert until(lambda: answers.ask("tenant", **tenant).num_stored_bytes == 0, PATIENCE_S)
+    assert until(lambda: answers.ask("tenant", **tenant).num_stored_bytes == 0, TIMEOUT_S)
     sleep_and_wake_up(tiers)
     stats = answers.ask("tenant", **tenant)
     assert (stats.num_disk_tokens or 0) >= stats.num_prompt_tokens - 2 * BLOCK
@@ -265,11 +263,11 @@ def test_forgotten_documents_are_in_no_tier_and_no_file_and_the_next_answer_is_t
         return [data[at : at + 64] for at in range(0, len(data), BLOCK_BYTES)]
 
     answers.ask("kept")
-    assert until(lambda: b"kept-1" in files(), PATIENCE_S)
+    assert until(lambda: b"kept-1" in files(), TIMEOUT_S)
     others = set(slots())
     answers.ask("gone", **tenant)
     answers.ask("gone")
-    assert until(lambda: files().count(b"gone-1") > 20, PATIENCE_S)
+    assert until(lambda: files().count(b"gone-1") > 20, TIMEOUT_S)
     kv = set(slots()) - others
     assert len(kv) > 20
     receipt = tiers.forget(["gone-0", "never asked about"])
@@ -297,7 +295,7 @@ def test_the_cache_is_looked_into_and_acted_upon_while_a_request_is_answered(
     answers.ask("seen")
     answers.ask("seen")
     answers.ask("secret", extra_body={"cache_salt": "of tenant a"})
-    assert until(lambda: tiers.cache.show(["seen-1"]).documents[0].bytes["disk"] > 0, PATIENCE_S)
+    assert until(lambda: tiers.cache.show(["seen-1"]).documents[0].bytes["disk"] > 0, TIMEOUT_S)
     found = {document.id: document for document in tiers.cache.ls(limit=1000).documents}
     assert not [doc_id for doc_id in found if doc_id.startswith("secret")]
     assert (found["seen-0"].paths, found["seen-0"].uses, found["seen-0"].pinned) == (1, 2, False)
@@ -316,7 +314,7 @@ def test_the_cache_is_looked_into_and_acted_upon_while_a_request_is_answered(
     assert tiers.cache.unpin(["seen-0"]).num_pinned == 0
 
     empty_the_gpu(tiers)
-    assert until(lambda: tiers.cache.prefetch(["seen-1"]).num_paths == 0, PATIENCE_S), "what is read is there"
+    assert until(lambda: tiers.cache.prefetch(["seen-1"]).num_paths == 0, TIMEOUT_S), "what is read is there"
     assert tiers.cache.gc(unused_days=0).folders == ()
     url = f"{tiers.base_url}/ragcache"
     assert httpx.get(f"{url}/cache", timeout=30).status_code == 401
@@ -326,7 +324,7 @@ def test_the_cache_is_looked_into_and_acted_upon_while_a_request_is_answered(
     running = tiers.stream(LAYOUT.render(tiers.tokenizer, documents("runs"), QUESTION), max_tokens=40)
     first = next(running)
     receipt = tiers.cache.purge(wait_s=60)
-    answer = whole([first, *running])
+    answer = join_chunks([first, *running])
     answers.check("runs", 2, answer.text, answer.stats)
     assert receipt.is_complete
     assert b"seen-" not in files()
@@ -335,10 +333,10 @@ def test_the_cache_is_looked_into_and_acted_upon_while_a_request_is_answered(
     assert answers.ask("seen").num_cached_tokens > 0
 
 
-def test_the_series_on_metrics_add_up_to_what_the_requests_were_told(tiers: Engine, answers: Answers) -> None:
+def test_the_metrics_add_up_to_the_statistics_of_the_requests(tiers: Engine, answers: Answers) -> None:
     for i in range(3):
         answers.ask(f"tier {i}")
-    assert until(lambda: series(tiers).get(("ragcache_requests_total", "")) == answers.num_requests, PATIENCE_S)
+    assert until(lambda: series(tiers).get(("ragcache_requests_total", "")) == answers.num_requests, TIMEOUT_S)
     found = series(tiers)
     assert found["ragcache_prompt_tokens_total", ""] == answers.num_prompt_tokens
     for tier, num_tokens in answers.num_tokens.items():
@@ -418,8 +416,8 @@ def test_contradictory_and_absurd_metadata_is_ignored_and_counted(tiers: Engine,
         {"ragcache": {"version": 1, "documents": [{"id": "\ud800", "start": 0, "end": 9}]}},
         {"ragcache": {"version": 1, "documents": [{"id": "a", "start": 0, "end": 10**30}]}},
         {"ragcache": nested(700)},
-        {"somebody_elses": nested(700)},
-        {"somebody_elses": "\ud800", "\udfff": 1},
+        {"other_client": nested(700)},
+        {"other_client": "\ud800", "\udfff": 1},
     ]
     before = tiers.stats().num_ignored_metadata
     texts = set()
@@ -431,7 +429,7 @@ def test_contradictory_and_absurd_metadata_is_ignored_and_counted(tiers: Engine,
     assert [complete(tiers, params).status_code for params in refused] == [400] * len(refused)
     too_many = {"version": 1, "documents": [{"id": str(i), "start": i, "end": i + 1} for i in range(10_000)]}
     assert complete(tiers, {"ragcache": too_many}).status_code == 413
-    assert until(lambda: tiers.stats().num_ignored_metadata - before == len(ignored), PATIENCE_S)
+    assert until(lambda: tiers.stats().num_ignored_metadata - before == len(ignored), TIMEOUT_S)
     log = log_path.read_text(errors="replace")
     assert log.count("RC-METADATA-IGNORED") == 1, "logged once"
     assert "x" * 500 not in log
@@ -502,7 +500,7 @@ def test_a_second_turn_is_served_with_its_history_from_below_the_gpu(tiers: Engi
         earlier = Conversation(tiers, f"earlier {i}", num_words=30)
         earlier.ask(34)
         earlier.ask(34)
-    assert until(lambda: tiers.stats().num_followup_turns >= 8, PATIENCE_S)
+    assert until(lambda: tiers.stats().num_followup_turns >= 8, TIMEOUT_S)
     conversation = Conversation(tiers, "talk")
     first = conversation.ask()
     told = first.num_prompt_tokens + 80 - 1  # the last token's KV is not computed
@@ -533,10 +531,10 @@ def test_a_consumer_of_its_kv_events_knows_what_the_engine_holds(
         told = {medium: len(keys) for medium, keys in kv_events.read().held().items()}
         return {"gpu": told["GPU"], "host": told["CPU"], "disk": told["STORAGE"]} == holds()
 
-    assert until(is_reported, PATIENCE_S), f"{holds()}, { ({m: len(k) for m, k in kv_events.read().held().items()}) }"
+    assert until(is_reported, TIMEOUT_S), f"{holds()}, { ({m: len(k) for m, k in kv_events.read().held().items()}) }"
     assert min(holds().values()) > 10
     assert tiers.forget(["events-0"]).is_complete
-    assert until(is_reported, PATIENCE_S), "without any request"
+    assert until(is_reported, TIMEOUT_S), "without any request"
 
 
 def kill_the_core(engine: Engine) -> None:
@@ -583,7 +581,7 @@ def test_an_engine_that_comes_back_and_finds_no_disk_goes_on_without(
     cache.directory.rename(cache.directory.with_name("taken away"))
     cache.directory.write_text("no directory")
     kill_the_core(tiers)
-    assert until(lambda: are_enabled(tiers) == {"gpu": True, "host": True, "disk": False}, PATIENCE_S), (
+    assert until(lambda: are_enabled(tiers) == {"gpu": True, "host": True, "disk": False}, TIMEOUT_S), (
         "a tier that is out of service can be seen before anybody asks"
     )
     again = Answers(tiers)

@@ -69,7 +69,7 @@ def alone(next_release: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
 
 
 @pytest.mark.slow
-def test_it_answers_as_plain_vllm_and_tells_what_documents_were_cached(alone: Engine, plain: Engine) -> None:
+def test_it_answers_as_plain_vllm_and_reports_what_documents_were_cached(alone: Engine, plain: Engine) -> None:
     for documents in (*PROMPTS, *PROMPTS):
         prompt = LAYOUT.render(alone.tokenizer, documents, "Who makes clocks?")
         answer = alone.generate(prompt, max_tokens=8)
@@ -85,7 +85,7 @@ def test_it_answers_as_plain_vllm_and_tells_what_documents_were_cached(alone: En
 
 
 @pytest.mark.slow
-def test_one_warning_names_the_release_what_is_missing_and_the_cure(alone: Engine) -> None:
+def test_one_warning_names_the_release_what_is_missing_and_the_hint(alone: Engine) -> None:
     assert alone.log_path is not None
     lines = alone.log_path.read_text(encoding="utf-8", errors="replace").splitlines()
     (warning,) = [line for line in lines if "RC-CACHE-OFF" in line]

@@ -81,7 +81,7 @@ def test_new_weights_are_noticed(
 
 
 @pytest.mark.parametrize("method", [_anything, "a_method_of_my_own"])
-def test_what_nobody_knows_may_change_weights_while_an_engine_is_paused(core: Core, method: object) -> None:
+def test_an_unknown_call_may_change_weights_while_an_engine_is_paused(core: Core, method: object) -> None:
     core.collective_rpc(method)
     assert core.num_forgotten == 0, "weights that change in a running engine have to be told of"
     core.pause_scheduler()

@@ -48,7 +48,7 @@ def engine_id() -> Iterator[str]:
     region_of(name).unlink(missing_ok=True)
 
 
-def tell(scheduler: Any, *block_bytes: int, elsewhere: int = 0) -> None:
+def report_memory(scheduler: Any, *block_bytes: int, elsewhere: int = 0) -> None:
     """Tell a scheduler what the workers of that many stages report, the last of them from another host."""
     config = scheduler.connector._vllm_config
     place = region_place(config.kv_transfer_config.engine_id)
@@ -72,7 +72,7 @@ def test_stages_that_need_more_than_the_first_leave_an_engine_with_gpu_memory_al
     files: EngineFiles, plugin_log: pytest.LogCaptureFixture
 ) -> None:
     with host_scheduler(400, "1MiB", files=files) as scheduler:
-        tell(scheduler, BLOCK_BYTES, BLOCK_BYTES, 2 * BLOCK_BYTES)
+        report_memory(scheduler, BLOCK_BYTES, BLOCK_BYTES, 2 * BLOCK_BYTES)
         assert list(tiers(scheduler)) == ["gpu"]
         assert region_of(files.engine_id).stat().st_blocks == 0, "its memory is given back"
         for name in ("first", "second"):
@@ -97,7 +97,7 @@ def test_a_disk_that_such_an_engine_leaves_may_hold_what_is_forgotten(
     files: EngineFiles, tmp_path: Path, identity: None
 ) -> None:
     with host_scheduler(400, "1MiB", files=files, disk_bytes="1MiB", directory=tmp_path) as scheduler:
-        tell(scheduler, BLOCK_BYTES, BLOCK_BYTES, 2 * BLOCK_BYTES)
+        report_memory(scheduler, BLOCK_BYTES, BLOCK_BYTES, 2 * BLOCK_BYTES)
         scheduler.forget(["d"])
         (why,) = scheduler.left()["problems"]
         assert str(tmp_path) in why
@@ -107,7 +107,7 @@ def test_stages_that_need_less_than_the_first_have_all_tiers(
     files: EngineFiles, plugin_log: pytest.LogCaptureFixture
 ) -> None:
     with host_scheduler(400, "1MiB", files=files) as scheduler:
-        tell(scheduler, BLOCK_BYTES, BLOCK_BYTES // 2)
+        report_memory(scheduler, BLOCK_BYTES, BLOCK_BYTES // 2)
         assert ask(scheduler, "r").num_stored == NUM_BLOCKS
         assert tiers(scheduler)["host"] == NUM_BLOCKS
     assert "keeps nothing" not in plugin_log.text
@@ -118,12 +118,12 @@ def test_workers_with_host_memory_of_their_own_have_no_disk(
 ) -> None:
     kept: dict[str, Any] = {"disk_bytes": "1MiB", "directory": tmp_path}
     with host_scheduler(400, "1MiB", files=files, **kept) as scheduler:
-        tell(scheduler, BLOCK_BYTES, BLOCK_BYTES)
+        report_memory(scheduler, BLOCK_BYTES, BLOCK_BYTES)
         ask(scheduler, "r")
         assert tiers(scheduler)["disk"] == NUM_BLOCKS
     with host_scheduler(400, "1MiB", files=files, **kept) as scheduler:
         assert tiers(scheduler)["disk"] == NUM_BLOCKS
-        tell(scheduler, BLOCK_BYTES, BLOCK_BYTES, elsewhere=1)
+        report_memory(scheduler, BLOCK_BYTES, BLOCK_BYTES, elsewhere=1)
         assert list(tiers(scheduler)) == ["gpu", "host"]
         scheduler.forget(["d"])
         (why,) = scheduler.left()["problems"]
@@ -139,7 +139,7 @@ def test_workers_with_host_memory_of_their_own_have_no_disk(
     )
     assert plugin_log.text.count(line) == 1
     with host_scheduler(400, "1MiB", files=files, **kept) as scheduler:
-        tell(scheduler, BLOCK_BYTES, BLOCK_BYTES)
+        report_memory(scheduler, BLOCK_BYTES, BLOCK_BYTES)
         assert tiers(scheduler)["disk"] == NUM_BLOCKS, "what was on disk was not theirs to delete"
 
 
@@ -196,7 +196,7 @@ def test_a_worker_that_needs_less_than_the_first_writes_behind_what_the_first_ma
 def test_workers_with_host_memory_of_their_own_find_nothing_there_after_a_crash(files: EngineFiles) -> None:
     for apart, num_found in ((0, 0), (0, NUM_BLOCKS), (1, 0), (0, 0)):
         with host_scheduler(400, "1MiB", files=files) as scheduler:
-            tell(scheduler, BLOCK_BYTES, BLOCK_BYTES, elsewhere=apart)
+            report_memory(scheduler, BLOCK_BYTES, BLOCK_BYTES, elsewhere=apart)
             assert tiers(scheduler)["host"] == num_found
             if not num_found:
                 assert ask(scheduler, "r").num_stored == NUM_BLOCKS

@@ -182,7 +182,7 @@ def test_answers_outlive_the_process_for_their_owner_alone(tmp_path: Path) -> No
         assert len(answers) == 2
 
 
-def test_another_embedder_compares_the_questions_that_were_kept_anew(tmp_path: Path) -> None:
+def test_another_embedder_embeds_the_stored_questions_again(tmp_path: Path) -> None:
     with AnswerCache(Angles(), folder=tmp_path) as answers:
         answers.keep(prompt("what at 0"), "east")
         answers.keep(prompt(None, key="whole"), "whole")

@@ -27,7 +27,7 @@ def test_arrivals_are_poisson_and_the_same_for_every_rate() -> None:
         poisson_arrivals(5, 0.0, seed=1)
 
 
-def test_every_request_is_answered_and_says_what_it_is(demo_model: str) -> None:
+def test_every_request_is_answered_and_reports_what_it_is(demo_model: str) -> None:
     answered = []
     with ScriptedServer(root=demo_model) as server, Engine.connect(server.url) as engine:
         load = Load(engine, PROMPTS, on_answer=lambda: answered.append(1))
@@ -44,7 +44,7 @@ def test_every_request_is_answered_and_says_what_it_is(demo_model: str) -> None:
     assert all(0 < a.ttft_s <= a.total_s and a.num_prompt_tokens > 0 for a in answers)
 
 
-def test_a_slow_answer_holds_nobody_up(demo_model: str) -> None:
+def test_a_slow_answer_delays_no_other_request(demo_model: str) -> None:
     def slow(seen: Seen) -> Reply | None:
         return Reply("late", wait_s=1.5) if seen.body.get("prompt") == list(PROMPTS.request(0).token_ids) else None
 

@@ -37,7 +37,7 @@ def test_a_document_is_the_same_wherever_it_stands_and_a_shorter_one_is_its_begi
     assert TracedPrompts(TRACE, 6_144, seed=0).request(2).token_ids == third  # whatever was asked for before
 
 
-def test_the_metadata_says_where_the_documents_are_in_the_order_shown() -> None:
+def test_the_metadata_reports_where_the_documents_are_in_the_order_shown() -> None:
     prompts = TracedPrompts(TRACE, 6_144, seed=0)
     request = prompts.request(0, orders={0: ["b", "a"]})
     assert request.params is not None

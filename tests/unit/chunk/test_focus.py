@@ -40,7 +40,7 @@ def test_a_cut_leaves_at_least_one_chunk(scores: list[float]) -> None:
     assert 1 <= gap_cut(sorted(scores, reverse=True)) <= len(scores)
 
 
-def test_chunks_that_are_looked_at_alike_are_all_focused() -> None:
+def test_chunks_with_equal_attention_are_all_focused() -> None:
     assert gap_cut([2.0, 2.0, 2.0]) == 3
 
 

@@ -149,7 +149,7 @@ def test_a_selection_of_whole_chunks_splits_none_and_keeps_to_its_share(scene, a
     assert sum(computed) <= math.ceil(max_recompute * sum(chunk.span.num_tokens for chunk in made.reused))
 
 
-def test_of_whole_chunks_that_is_computed_which_looks_outwards_and_lost_its_neighbour() -> None:
+def test_a_whole_chunk_with_outward_attention_and_a_lost_neighbour_is_computed() -> None:
     asks = variant(1, 8, [(0, 6, 4.0)], intra=2.0)  # three quarters of its attention leave it
     tells = variant(2, 8, [(0, 6, 4.0)], intra=6.0)  # one quarter
     stored = {key(1): [asks], key(2): [tells]}
@@ -196,7 +196,7 @@ def test_alpha_without_bound_reads_nothing_but_what_a_prefill_makes(selection: T
         assert found.recomputed == (() if is_read else tuple(range(start, end)))
 
 
-def test_a_prompts_chunks_have_lost_what_was_read_and_what_stands_behind_it_inherits_at_most_that() -> None:
+def test_later_chunks_inherit_at_most_the_loss_of_earlier_chunks() -> None:
     placed = spans((1, 4), (2, 4), (3, 4), (4, 4))
     stored = {key(2): [variant(2, 4, [(9, 4, 1.0)])]}
     found = plan(placed, stored, 4, 16, alpha=0.0)

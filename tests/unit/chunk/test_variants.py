@@ -109,7 +109,7 @@ TestTable = TableMachine.TestCase
 TestTable.settings = settings(deadline=None, max_examples=40, stateful_step_count=40)
 
 
-def test_the_variant_that_was_cheap_to_reuse_outlives_the_one_that_was_dear() -> None:
+def test_the_variant_that_is_cheap_to_reuse_outlives_the_expensive_one() -> None:
     table = VariantTable(2)
     cheap, expensive = (table.add(key(name), 10, statistics(10)) for name in (0, 1))
     table.record_use(cheap, 0.1)

@@ -81,17 +81,19 @@ def test_a_frame_that_is_cut_or_of_another_size_is_not_unpacked(name: str) -> No
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("sealed", [None, SECRETS], ids=["plain", "encrypted"])
-def test_kv_takes_less_space_and_comes_back_after_a_restart(opening: Opening, name: str, sealed: Keys | None) -> None:
+@pytest.mark.parametrize("secret_keys", [None, SECRETS], ids=["plain", "encrypted"])
+def test_kv_takes_less_space_and_comes_back_after_a_restart(
+    opening: Opening, name: str, secret_keys: Keys | None
+) -> None:
     names = keys(16)
-    with packed_store(opening, setting=name, keys=sealed) as store:  # type: ignore[arg-type]
+    with packed_store(opening, setting=name, keys=secret_keys) as store:  # type: ignore[arg-type]
         assert store.write_many(kv_writes(names)) == names
         assert all(read(store, each) == kv(each) for each in names)
         assert store.stats.used_bytes < 0.9 * 16 * CHUNK_BYTES
         assert space(store) <= store.stats.used_bytes + EXTENTS_BYTES
         stored = (store.path / "chunks.data").read_bytes()
-        assert any(frame in stored for frame in frames(name, names[0])) == (sealed is None)
-    with packed_store(opening, setting=name, keys=sealed) as store:  # type: ignore[arg-type]
+        assert any(frame in stored for frame in frames(name, names[0])) == (secret_keys is None)
+    with packed_store(opening, setting=name, keys=secret_keys) as store:  # type: ignore[arg-type]
         assert all(read(store, each) == kv(each) for each in names)
         assert store.stats.num_damaged == 0
 
@@ -186,14 +188,14 @@ def flip(path: Path, at: int) -> None:
     ],
     ids=["bit", "cut", "shorter", "longer", "fraction", "raw", "unknown", "checksum"],
 )
-@pytest.mark.parametrize("sealed", [None, SECRETS], ids=["plain", "encrypted"])
+@pytest.mark.parametrize("secret_keys", [None, SECRETS], ids=["plain", "encrypted"])
 def test_a_damaged_compressed_chunk_is_a_miss(
-    opening: Opening, damage: Callable[[Path], None], sealed: Keys | None
+    opening: Opening, damage: Callable[[Path], None], secret_keys: Keys | None
 ) -> None:
-    with packed_store(opening, keys=sealed) as store:
+    with packed_store(opening, keys=secret_keys) as store:
         store.write_many(kv_writes(keys(1)))
     damage(store.path)
-    store = packed_store(opening, keys=sealed)
+    store = packed_store(opening, keys=secret_keys)
     assert read(store, keys(1)[0]) is None
     assert store.stats.num_damaged + store.stats.num_missing == 1
     store.write_many(kv_writes(keys(1)))

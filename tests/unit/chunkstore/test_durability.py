@@ -75,7 +75,7 @@ def test_a_payload_that_cannot_be_written_leaves_everything_as_it_was(
     assert [read(store, key) for key in keys(8)] == [payload(key) for key in keys(8)]
 
 
-def test_a_system_that_writes_a_part_at_a_time_is_asked_again(
+def test_a_system_that_writes_a_part_at_a_time_is_queried_again(
     store: ChunkStore, monkeypatch: pytest.MonkeyPatch, direct: bool
 ) -> None:
     def partly(real: Any) -> Any:
@@ -184,7 +184,7 @@ def test_without_space_changes_are_refused_and_reading_goes_on(
 
 
 @pytest.mark.parametrize("how", ["deleted", "moved", "replaced"])
-def test_a_store_whose_folder_is_gone_says_so_and_serves_what_it_holds(store: ChunkStore, how: str) -> None:
+def test_a_store_whose_folder_is_gone_reports_it_and_serves_what_it_holds(store: ChunkStore, how: str) -> None:
     store.write_many(writes(keys(3)))
     store.check_in_place()
     if how == "moved":

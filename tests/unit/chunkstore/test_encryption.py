@@ -30,13 +30,13 @@ def both(new: Keys, old: Keys) -> Keys:
 def test_every_object_has_a_key_of_its_own_which_its_name_and_ours_make() -> None:
     from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
-    sealed = FIRST.seal(b"chunk", b"name")
-    assert FIRST.open(sealed, b"name") == b"chunk"
-    assert both(SECOND, FIRST).open(sealed, b"name") == b"chunk"
-    assert [keys.open(sealed, name) for keys, name in ((FIRST, b"other"), (SECOND, b"name"))] == [None, None]
+    encrypted = FIRST.encrypt(b"chunk", b"name")
+    assert FIRST.decrypt(encrypted, b"name") == b"chunk"
+    assert both(SECOND, FIRST).decrypt(encrypted, b"name") == b"chunk"
+    assert [keys.decrypt(encrypted, name) for keys, name in ((FIRST, b"other"), (SECOND, b"name"))] == [None, None]
     with pytest.raises(InvalidTag):
-        AESGCM(FIRST.secrets[0]).decrypt(sealed[4:16], sealed[16:], b"name")
-    assert FIRST.seal(b"chunk", b"name")[4:16] != sealed[4:16]
+        AESGCM(FIRST.secrets[0]).decrypt(encrypted[4:16], encrypted[16:], b"name")
+    assert FIRST.encrypt(b"chunk", b"name")[4:16] != encrypted[4:16]
 
 
 def test_objects_have_names_that_the_last_key_alone_makes() -> None:
@@ -45,22 +45,22 @@ def test_objects_have_names_that_the_last_key_alone_makes() -> None:
 
 
 @pytest.fixture
-def sealed(opening: Opening) -> Callable[..., ChunkStore]:
+def encrypted(opening: Opening) -> Callable[..., ChunkStore]:
     return lambda using=FIRST, **settings: opening(keys=using, **settings)
 
 
-def test_chunks_come_back_as_they_were_also_after_a_restart(sealed: Callable[..., ChunkStore]) -> None:
-    store = sealed()
+def test_chunks_come_back_as_they_were_also_after_a_restart(encrypted: Callable[..., ChunkStore]) -> None:
+    store = encrypted()
     store.write_many(writes(keys(8)))
     assert [read(store, key) for key in keys(8)] == [payload(key) for key in keys(8)]
     store.close()
-    store = sealed()
+    store = encrypted()
     assert [read(store, key) for key in keys(8)] == [payload(key) for key in keys(8)]
     assert store.stats.num_damaged == 0
 
 
-def test_no_part_of_a_chunk_is_in_a_file(sealed: Callable[..., ChunkStore]) -> None:
-    store = sealed()
+def test_no_part_of_a_chunk_is_in_a_file(encrypted: Callable[..., ChunkStore]) -> None:
+    store = encrypted()
     store.write_many(writes(keys(8)))
     store.close()
     on_disk = b"".join(path.read_bytes() for path in store.path.iterdir() if path.is_file())
@@ -70,8 +70,8 @@ def test_no_part_of_a_chunk_is_in_a_file(sealed: Callable[..., ChunkStore]) -> N
         assert not any(part in on_disk for part in parts)
 
 
-def test_the_same_chunk_looks_different_each_time(sealed: Callable[..., ChunkStore]) -> None:
-    store, seen = sealed(num_slots=1), []
+def test_the_same_chunk_looks_different_each_time(encrypted: Callable[..., ChunkStore]) -> None:
+    store, seen = encrypted(num_slots=1), []
     for _ in range(2):
         store.write_many(writes(keys(1)))
         seen.append((store.path / "chunks.data").read_bytes()[: store.slot_bytes])
@@ -83,66 +83,68 @@ def test_the_same_chunk_looks_different_each_time(sealed: Callable[..., ChunkSto
     ("name", "offset"),
     [
         *(("chunks.data", CHUNK_BYTES + at) for at in (0, 4000, CHUNK_BYTES - 1)),
-        *(("chunks.seals", 32 + at) for at in (0, 5, 16, 31)),
+        *(("chunks.headers", 32 + at) for at in (0, 5, 16, 31)),
     ],
 )
-def test_a_bit_that_was_turned_anywhere_is_a_miss(sealed: Callable[..., ChunkStore], name: str, offset: int) -> None:
-    store = sealed()
+def test_a_bit_that_was_turned_anywhere_is_a_miss(encrypted: Callable[..., ChunkStore], name: str, offset: int) -> None:
+    store = encrypted()
     store.write_many(writes(keys(3)))
     turn_bit(store.path / name, offset)
     assert [read(store, key) for key in keys(3)] == [payload(b"key 0"), None, payload(b"key 2")]
     assert store.stats.num_damaged == 1
 
 
-def test_seals_that_are_gone_are_misses(sealed: Callable[..., ChunkStore]) -> None:
-    with sealed() as store:
+def test_missing_headers_are_misses(encrypted: Callable[..., ChunkStore]) -> None:
+    with encrypted() as store:
         store.write_many(writes(keys(3)))
-        (store.path / "chunks.seals").write_bytes((store.path / "chunks.seals").read_bytes()[:40])
+        (store.path / "chunks.headers").write_bytes((store.path / "chunks.headers").read_bytes()[:40])
         assert [read(store, key) is not None for key in keys(3)] == [True, False, False]
 
 
-def test_slots_of_another_cache_with_the_same_key_do_not_open(folder: Path, sealed: Callable[..., ChunkStore]) -> None:
-    store = sealed()
+def test_slots_of_another_cache_with_the_same_key_are_misses(
+    folder: Path, encrypted: Callable[..., ChunkStore]
+) -> None:
+    store = encrypted()
     store.write_many(writes(keys(2)))
     store.close()
     identity: dict[str, Any] = {**IDENTITY, "weights": "another"}
     arguments: dict[str, Any] = {"chunk_bytes": CHUNK_BYTES, "capacity_bytes": 16 * CHUNK_BYTES, "keys": FIRST}
     with ChunkStore(folder, identity, **arguments) as other:
         other.write_many(writes(keys(2)))
-    for name in ("chunks.data", "chunks.seals"):
+    for name in ("chunks.data", "chunks.headers"):
         shutil.copy(store.path / name, other.path / name)
     with ChunkStore(folder, identity, **arguments) as other:
         assert [read(other, key) for key in keys(2)] == [None, None]
 
 
-def test_a_wrong_key_is_refused_and_nothing_is_lost(sealed: Callable[..., ChunkStore]) -> None:
-    store = sealed(FIRST)
+def test_a_wrong_key_is_refused_and_nothing_is_lost(encrypted: Callable[..., ChunkStore]) -> None:
+    store = encrypted(FIRST)
     store.write_many(writes(keys(2)))
     store.close()
     with pytest.raises(CacheDirectoryError, match=r"is encrypted with the key [0-9a-f]{8}, and the keys.*further line"):
-        sealed(SECOND)
-    assert read(sealed(FIRST), b"key 0") == payload(b"key 0")
+        encrypted(SECOND)
+    assert read(encrypted(FIRST), b"key 0") == payload(b"key 0")
 
 
-def test_a_key_is_replaced_while_what_it_sealed_stays_readable(sealed: Callable[..., ChunkStore]) -> None:
-    with sealed(FIRST) as store:
+def test_a_key_is_replaced_while_its_chunks_stay_readable(encrypted: Callable[..., ChunkStore]) -> None:
+    with encrypted(FIRST) as store:
         store.write_many(writes(keys(2)))
-    with sealed(both(SECOND, FIRST)) as store:
+    with encrypted(both(SECOND, FIRST)) as store:
         store.write_many(writes(keys(2, first=2)))
         assert [read(store, key) for key in keys(4)] == [payload(key) for key in keys(4)]
-    with sealed(SECOND) as store:  # without the old one, what it sealed is a miss
+    with encrypted(SECOND) as store:  # without the old one, its chunks are misses
         assert [read(store, key) is not None for key in keys(4)] == [False, False, True, True]
     with pytest.raises(CacheDirectoryError, match="is encrypted with the key"):
-        sealed(both(THIRD, FIRST))
+        encrypted(both(THIRD, FIRST))
 
 
 def test_what_was_there_unencrypted_goes_when_a_key_is_given(
-    opening: Opening, sealed: Callable[..., ChunkStore]
+    opening: Opening, encrypted: Callable[..., ChunkStore]
 ) -> None:
     plain = opening()
     plain.write_many(writes(keys(2)))
     plain.close()
-    store = sealed()
+    store = encrypted()
     assert not plain.path.exists()
     assert [read(store, key) for key in keys(2)] == [None, None]
 
@@ -205,32 +207,34 @@ def test_what_is_unencrypted_and_not_ours_to_delete_is_named(folder: Path, caplo
 
 
 def test_a_store_without_a_key_does_not_find_what_is_encrypted(
-    opening: Opening, sealed: Callable[..., ChunkStore]
+    opening: Opening, encrypted: Callable[..., ChunkStore]
 ) -> None:
-    with sealed() as store:
+    with encrypted() as store:
         store.write_many(writes(keys(2)))
     plain = opening()
     assert [read(plain, key) for key in keys(2)] == [None, None]
 
 
-def test_a_start_that_is_refused_for_its_capacity_notes_no_new_key(sealed: Callable[..., ChunkStore]) -> None:
-    with sealed() as store:
+def test_a_start_that_is_refused_for_its_capacity_notes_no_new_key(encrypted: Callable[..., ChunkStore]) -> None:
+    with encrypted() as store:
         store.write_many(writes(keys(2)))
     with pytest.raises(CacheCapacityError):
-        sealed(both(SECOND, FIRST), num_slots=0)
-    with sealed() as store:
+        encrypted(both(SECOND, FIRST), num_slots=0)
+    with encrypted() as store:
         assert read(store, b"key 0") == payload(b"key 0")
 
 
 @pytest.mark.parametrize("damage", [b"", b"\0" * 8, b"no key's name"])
-def test_a_note_of_the_key_that_says_nonsense_is_no_wrong_key(sealed: Callable[..., ChunkStore], damage: bytes) -> None:
-    with sealed() as store:
+def test_a_note_of_the_key_that_says_nonsense_is_no_wrong_key(
+    encrypted: Callable[..., ChunkStore], damage: bytes
+) -> None:
+    with encrypted() as store:
         store.write_many(writes(keys(2)))
-    (store.path / "sealed-with").write_bytes(damage)
-    with sealed() as store:
+    (store.path / "encryption-key").write_bytes(damage)
+    with encrypted() as store:
         assert read(store, b"key 0") == payload(b"key 0")
     with pytest.raises(CacheDirectoryError, match="is encrypted with the key"):
-        sealed(SECOND)
+        encrypted(SECOND)
 
 
 def line(secret: bytes) -> str:

@@ -64,7 +64,7 @@ def test_nothing_is_left_of_erased_chunks_nor_of_what_was_deleted_before(
 
 
 @pytest.mark.parametrize("fails", ["slots", "rows"])
-def test_an_erasure_that_fails_says_so_serves_nothing_and_can_be_done_again(
+def test_an_erasure_that_fails_reports_it_serves_nothing_and_can_be_done_again(
     store: ChunkStore, opening: Opening, monkeypatch: pytest.MonkeyPatch, fails: str
 ) -> None:
     store.write_many(named(keys(4)))
@@ -137,7 +137,7 @@ def test_killed_amid_an_erasure_a_store_serves_whole_chunks_or_none_and_the_next
     assert is_left(store, keys(4)) == [False, False, True, True]
 
 
-def test_a_chunk_is_named_anew_and_keeps_its_place(store: ChunkStore, opening: Opening) -> None:
+def test_a_renamed_chunk_keeps_its_slot(store: ChunkStore, opening: Opening) -> None:
     store.write_many(writes(keys(3)))
     assert store.rename([(b"key 1", "another"), (b"never stored", "x"), (b"key 2", None)]) == 2
     store.close()
@@ -163,13 +163,13 @@ def test_nothing_is_left_of_encrypted_chunks_either(opening: Opening) -> None:
     store.write_many(named(keys(8)))
     names = keys(8)
     data = (store.path / "chunks.data").read_bytes()
-    sealed = {key: data[at : at + 64] for key, at in zip(names, range(0, len(data), CHUNK_BYTES), strict=True)}
-    seals = (store.path / "chunks.seals").read_bytes()
+    encrypted = {key: data[at : at + 64] for key, at in zip(names, range(0, len(data), CHUNK_BYTES), strict=True)}
+    headers = (store.path / "chunks.headers").read_bytes()
     store.erase(names[:3])
     content = files(store)
-    assert [sealed[key] in content for key in names] == [False] * 3 + [True] * 5
-    size = len(seals) // 8
-    assert [seals[i * size : i * size + size] in content for i in range(8)] == [False] * 3 + [True] * 5
+    assert [encrypted[key] in content for key in names] == [False] * 3 + [True] * 5
+    size = len(headers) // 8
+    assert [headers[i * size : i * size + size] in content for i in range(8)] == [False] * 3 + [True] * 5
     assert [read(store, key) for key in names] == [None] * 3 + [payload(key) for key in names[3:]]
     store.write_many(named(names))
     assert [read(store, key) for key in names] == [payload(key) for key in names]

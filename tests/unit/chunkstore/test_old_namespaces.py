@@ -57,7 +57,7 @@ def give_room(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[int], 
     return give
 
 
-def test_a_cache_that_nobody_used_for_a_month_is_deleted_whose_ever_it_is(
+def test_a_cache_unused_for_a_month_is_deleted_whatever_its_model(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     old = closed(folder, days=31, weights="old", model="other")
@@ -121,7 +121,7 @@ def test_what_a_newer_version_wrote_and_what_is_no_cache_stays(folder: Path) -> 
         assert documents.exists()
 
 
-def test_one_that_cannot_be_deleted_is_said_and_does_no_harm(
+def test_one_that_cannot_be_deleted_is_reported_and_does_no_harm(
     folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     old = closed(folder, days=31, weights="old")
@@ -133,7 +133,7 @@ def test_one_that_cannot_be_deleted_is_said_and_does_no_harm(
         assert f"{old}, an old cache, cannot be deleted" in caplog.text
 
 
-def test_nobody_enters_a_cache_while_another_engine_deletes_some(folder: Path) -> None:
+def test_no_engine_opens_a_cache_while_another_deletes_some(folder: Path) -> None:
     closed(folder)
     found: list[int] = []
 
@@ -150,7 +150,7 @@ def test_nobody_enters_a_cache_while_another_engine_deletes_some(folder: Path) -
     assert found == [8]
 
 
-def test_by_hand_folders_go_that_nobody_has_open_in_workers_folders_as_well_and_a_trial_only_names_them(
+def test_purge_deletes_folders_that_are_not_open_and_a_dry_run_only_lists_them(
     folder: Path,
 ) -> None:
     old, young = closed(folder, days=8, weights="old"), closed(folder, days=1, weights="young")
@@ -169,7 +169,7 @@ def test_by_hand_folders_go_that_nobody_has_open_in_workers_folders_as_well_and_
         assert store.path.exists(), "an engine has it open"
 
 
-def test_by_hand_a_clock_that_was_set_back_makes_nothing_old_and_a_missing_folder_is_told(folder: Path) -> None:
+def test_a_clock_set_back_makes_nothing_old_and_a_missing_folder_is_reported(folder: Path) -> None:
     future = closed(folder, days=-400)
     assert not delete_unused(folder, unused_s=1).folders
     assert future.exists()

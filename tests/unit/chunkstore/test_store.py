@@ -90,7 +90,7 @@ def test_clear_forgets_everything_and_gives_the_space_back(opening: Opening) -> 
     assert read(store, b"new") == payload(b"new")
 
 
-def test_a_smaller_capacity_keeps_parents_and_what_is_worth_most(opening: Opening) -> None:
+def test_a_smaller_capacity_keeps_parents_and_the_highest_priorities(opening: Opening) -> None:
     chunks = [
         ChunkWrite(key, payload(key), ChunkNote(position=position, frequency=frequency, cost=2.0))
         for key, position, frequency in [

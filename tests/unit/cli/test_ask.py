@@ -96,7 +96,7 @@ def test_an_engine_that_was_launched_is_closed_whatever_happens(
     assert len(closed) == 1
 
 
-def test_a_question_that_is_not_utf8_is_told_by_its_line_once_those_before_it_are_answered(
+def test_a_question_that_is_not_utf8_is_reported_by_its_line_after_those_before_it(
     server: ScriptedServer, store: Path
 ) -> None:
     questions = f"{QUESTION}\n\nWo ist Köln?\n".encode("latin-1")

@@ -75,7 +75,7 @@ UNKNOWN = ["no such\x1b", *(f"x{number}" for number in range(11))]
 
 
 @pytest.mark.parametrize("action", ["show", "pin", "unpin", "prefetch", "forget"])
-def test_unknown_ids_are_told_once_and_are_no_error(server: ScriptedServer, action: str) -> None:
+def test_unknown_ids_are_reported_once_and_are_no_error(server: ScriptedServer, action: str) -> None:
     for route in ("show", "pin", "unpin", "prefetch"):
         answer = server.cache_answers[f"documents/{route}"]
         assert isinstance(answer, dict)
@@ -91,7 +91,7 @@ def test_unknown_ids_are_told_once_and_are_no_error(server: ScriptedServer, acti
     assert json.loads(told.stdout)["unknown"] == UNKNOWN, "one document"
 
 
-def test_pins_are_told_with_their_limit_and_what_cannot_be_pinned_is_an_error(server: ScriptedServer) -> None:
+def test_pins_are_reported_with_their_limit_and_what_cannot_be_pinned_is_an_error(server: ScriptedServer) -> None:
     result = run(server, "pin", "terms.md")
     assert result.stdout == "pinned 1 documents; 1 are pinned, with 1.0 MiB of at most 4.0 MiB\n"
     assert run(server, "unpin", "terms.md").stdout.startswith("unpinned 1 documents; 0 are pinned")
@@ -101,7 +101,7 @@ def test_pins_are_told_with_their_limit_and_what_cannot_be_pinned_is_an_error(se
     assert "the limit is 4.0 MiB" in result.stderr
 
 
-def test_nothing_is_purged_that_nobody_has_confirmed(server: ScriptedServer) -> None:
+def test_nothing_is_purged_without_confirmation(server: ScriptedServer) -> None:
     result = run(server, "purge")
     assert result.exit_code == 2
     assert "--yes" in result.output

@@ -88,7 +88,7 @@ def test_ctrl_c_is_status_130_and_sigterm_143() -> None:
 
 
 @pytest.mark.parametrize("arguments", [["ask", "q", "--json"], ["nosuch", "--json"], ["stats", "--json", "--url"]])
-def test_with_json_a_command_that_cannot_be_understood_says_so_in_json_as_well(arguments: list[str]) -> None:
+def test_with_json_a_command_that_cannot_be_understood_reports_it_in_json_as_well(arguments: list[str]) -> None:
     result = CliRunner().invoke(cli, arguments)
     error = json.loads(result.stdout)["error"]
     assert result.exit_code == 2
@@ -127,7 +127,7 @@ assert not heavy, heavy
     assert "Usage:" in run.stdout
 
 
-def test_every_cure_that_is_translated_is_still_one_of_the_librarys() -> None:
+def test_every_hint_that_is_translated_is_still_one_of_the_librarys() -> None:
     root = Path(ragcache_core.__file__).parent
     sources = "".join(p.read_text() for p in root.rglob("*.py") if p.parent.name != "cli")
     joined = re.sub(r'"\n\s+f?"', "", sources)

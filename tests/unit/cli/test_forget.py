@@ -48,7 +48,7 @@ def test_the_receipt_is_one_line_and_what_is_unknown_another(server: ScriptedSer
     assert server.forgotten == [["a", "b", "c"]]
 
 
-def test_what_is_left_is_an_error_that_says_what_to_do(server: ScriptedServer) -> None:
+def test_what_is_left_is_an_error_that_reports_what_to_do(server: ScriptedServer) -> None:
     server.receipt = replace(RECEIPT, num_requests=2, problems=("the disk tier is out of service",)).to_dict()
     result = forget(server, "a")
     assert result.exit_code == 1
@@ -110,7 +110,7 @@ def test_what_is_replaced_or_removed_is_forgotten_and_nothing_else(notes: Path, 
 
 
 @pytest.mark.parametrize("command", [["rm", "mel.txt"], ["prune"]])
-def test_what_is_taken_out_of_a_store_is_forgotten_where_that_is_asked_for(
+def test_what_is_taken_out_of_a_store_is_forgotten_where_that_is_requested(
     notes: Path, server: ScriptedServer, command: list[str]
 ) -> None:
     index(notes)
@@ -135,7 +135,7 @@ def test_a_server_that_does_not_answer_leaves_the_store_as_it_was(notes: Path) -
     assert "replace what has changed" in index(notes).stderr
 
 
-def test_one_that_fails_after_the_change_is_told_with_the_command_that_ends_it(
+def test_a_failure_after_the_change_is_reported_with_the_command_to_finish_it(
     notes: Path, server: ScriptedServer
 ) -> None:
     index(notes)

@@ -167,7 +167,7 @@ def test_bad_documents_are_left_out_and_reported_with_exit_code_1_unless_accepte
     assert len(stored(notes)) == 4
 
 
-def test_a_damaged_index_can_be_made_anew(notes: Path) -> None:
+def test_a_damaged_index_can_be_rebuilt(notes: Path) -> None:
     index(notes)
     (damaged,) = store_of(notes).glob("index-*.faiss")
     damaged.write_bytes(b"")

@@ -133,7 +133,7 @@ def test_a_watch_prints_an_object_per_reading_until_ctrl_c(server: ScriptedServe
     assert pauses.slept_s == [0.5, 0.5, 0.5]
 
 
-def test_a_server_that_goes_away_ends_the_watch_with_a_cure(server: ScriptedServer, pauses: Pauses) -> None:
+def test_a_server_that_goes_away_ends_the_watch_with_a_hint(server: ScriptedServer, pauses: Pauses) -> None:
     pauses.events = [lambda: None, lambda: leave(server)]
     result = stats(server, "--watch", "--json")
     *readings, said = map(json.loads, result.stdout.splitlines())
@@ -196,7 +196,7 @@ def test_a_watch_shows_what_happened_since_the_last_reading_within_64_by_16(
     assert before["answers begun"] == ["-", "1"], "no rate without a reading before"
 
 
-def test_counters_that_began_anew_are_not_subtracted() -> None:
+def test_restarted_counters_are_not_subtracted() -> None:
     tier = TierStats("gpu", 100, 50, 1, 7, 40, is_enabled=True)
     earlier = EngineStats(0, 0, 0.0, 900, 9, 90, 9, 0, num_first_tokens=5, sum_ttft_s=1.0, policy="lru", tiers=(tier,))
     later = replace(earlier, num_prompt_tokens=1000, num_first_tokens=7, sum_ttft_s=2.0)

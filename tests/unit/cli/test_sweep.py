@@ -118,7 +118,7 @@ def test_a_plot_is_written_as_its_name_says(trace: Path, tmp_path: Path, kind: s
     )
 
 
-def test_an_interrupted_sweep_says_how_to_go_on_and_does(tmp_path: Path, trace: Path) -> None:
+def test_an_interrupted_sweep_reports_how_to_go_on_and_does(tmp_path: Path, trace: Path) -> None:
     long, output = tmp_path / "long.jsonl", tmp_path / "sweep.json"
     write_trace(make_trace(WORKLOADS["mmlu"], 2_500, seed=1), long)
     small = ("--policies", "lru", "--host-tokens", "65536", "--jobs", "2")

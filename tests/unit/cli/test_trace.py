@@ -39,7 +39,7 @@ def test_a_trace_goes_to_standard_output_if_no_file_is_named(tmp_path: Path) -> 
     assert "give --output FILE" in trace("make", "--workload", "mmlu", "--requests", "2", "--json").stderr
 
 
-def test_show_says_what_a_trace_is_like(tmp_path: Path) -> None:
+def test_show_reports_what_a_trace_is_like(tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
     path.write_text(
         '{"t": 1, "docs": ["a", "b"], "doc_tokens": [10, 30], "question_tokens": 5, "output_tokens": 1}\n'

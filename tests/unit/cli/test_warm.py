@@ -97,7 +97,7 @@ def test_questions_are_asked_of_the_stores_own_search(server: ScriptedServer, st
     assert told["source"] == "2 questions of asked.jsonl"
 
 
-def test_without_a_log_the_store_says_what_is_near_to_what(server: ScriptedServer, store: Path) -> None:
+def test_without_a_log_the_store_reports_what_is_near_to_what(server: ScriptedServer, store: Path) -> None:
     told = json.loads(warm(server, "--store", store, "--top", "2", "--dry-run", "--json").stdout)
     assert {i for path in told["paths"] for i in path["doc_ids"]} <= {f"{name}.txt" for name in RIVERS}
     assert len({i for path in told["paths"] for i in path["doc_ids"]}) == 2
@@ -142,7 +142,7 @@ def test_an_engine_that_goes_away_in_the_middle_leaves_word_of_what_was_done(
     assert warm(server, "--store", store, "--trace", trace).exit_code == 0
 
 
-def test_ctrl_c_ends_the_request_in_the_engine_and_says_what_was_done(
+def test_ctrl_c_ends_the_request_in_the_engine_and_reports_what_was_done(
     server: ScriptedServer, store: Path, trace: Path
 ) -> None:
     server.script(Reply("a"), Reply("b", wait_s=60.0))

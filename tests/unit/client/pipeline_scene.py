@@ -110,7 +110,7 @@ class ScriptedDoor:
         self.num_pending = num_pending
         self.has_room: bool | None = None  # as the number says
         self.reads_ahead = False
-        self.num_asked = 0
+        self.num_submitted = 0
         self.answers_after_s = 0.0
         self._max_prefill_bs, self._can, self._error = max_prefill_bs, can, error
 
@@ -118,7 +118,7 @@ class ScriptedDoor:
         return self._can
 
     async def apending_prefills(self) -> EngineLoad | None:
-        self.num_asked += 1
+        self.num_submitted += 1
         await asyncio.sleep(self.answers_after_s)
         if self._error is not None:
             raise self._error

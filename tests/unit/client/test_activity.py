@@ -6,7 +6,7 @@ import pytest
 
 from ragcache_core.client.launch.supervisor import Activity
 
-PATIENCE_S = 600.0
+TIMEOUT_S = 600.0
 WAITING = "(EngineCore pid=7) INFO 11-25 08:{} [shm_broadcast.py:1] No available block found in 60 seconds\n"
 
 
@@ -19,12 +19,12 @@ class Server:
 
     def is_stuck_after(self, seconds: float) -> bool:
         self.now_s += seconds
-        return self.activity.is_stuck(self.log, PATIENCE_S)
+        return self.activity.is_stuck(self.log, TIMEOUT_S)
 
 
 def test_a_server_that_does_nothing_is_stuck_when_patience_ends() -> None:
     server = Server()
-    assert not server.is_stuck_after(PATIENCE_S)
+    assert not server.is_stuck_after(TIMEOUT_S)
     assert server.is_stuck_after(1.0)
 
 
@@ -32,8 +32,8 @@ def test_new_lines_are_progress_however_long_it_takes() -> None:
     server = Server()
     for i in range(30):  # a terabyte from a slow disk
         server.log += f"Loading safetensors checkpoint shards: {i}/30\r"
-        assert not server.is_stuck_after(PATIENCE_S - 1.0)
-    assert server.is_stuck_after(PATIENCE_S + 1.0)
+        assert not server.is_stuck_after(TIMEOUT_S - 1.0)
+    assert server.is_stuck_after(TIMEOUT_S + 1.0)
 
 
 def test_the_same_words_again_are_none() -> None:
@@ -49,14 +49,14 @@ def test_the_same_words_again_are_none() -> None:
 def test_reading_weights_is_progress_and_writing_the_log_is_none(num_bytes: int, is_stuck: bool) -> None:
     server = Server()
     server.num_bytes = 20 << 20
-    assert not server.is_stuck_after(PATIENCE_S + 1.0)
+    assert not server.is_stuck_after(TIMEOUT_S + 1.0)
     server.num_bytes += num_bytes
-    assert server.is_stuck_after(PATIENCE_S + 1.0) is is_stuck
+    assert server.is_stuck_after(TIMEOUT_S + 1.0) is is_stuck
 
 
 def test_processes_that_ended_take_what_they_read_with_them() -> None:
     server = Server()
     server.num_bytes = 1 << 30
-    assert not server.is_stuck_after(PATIENCE_S + 1.0)
+    assert not server.is_stuck_after(TIMEOUT_S + 1.0)
     server.num_bytes = 1 << 20
-    assert server.is_stuck_after(PATIENCE_S + 1.0)
+    assert server.is_stuck_after(TIMEOUT_S + 1.0)

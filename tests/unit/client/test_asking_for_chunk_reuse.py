@@ -57,7 +57,7 @@ def prompts(engine: Engine) -> list[Any]:
 
 @pytest.mark.parametrize("kind", [0, 1], ids=["messages", "rendered"])
 @pytest.mark.parametrize("way", ["generate", "stream", "agenerate", "astream"])
-def test_every_way_to_ask_says_how_chunks_are_reused(
+def test_every_way_to_ask_reports_how_chunks_are_reused(
     engine: Engine, server: ScriptedServer, way: str, kind: int
 ) -> None:
     engine.remember_documents([SUN, MOON], LAYOUT.document_text)
@@ -93,7 +93,7 @@ def test_a_prefill_ahead_is_exact_whatever_the_engine_does(engine: Engine, serve
     assert server.requests[-1].chunk_reuse is False
 
 
-def test_an_answer_says_what_was_reused_and_counts_what_was_computed_for_it(
+def test_an_answer_reports_what_was_reused_and_counts_what_was_computed_for_it(
     engine: Engine, server: ScriptedServer
 ) -> None:
     prompt = prompts(engine)[1]
@@ -110,7 +110,7 @@ def test_an_answer_says_what_was_reused_and_counts_what_was_computed_for_it(
     assert stats.num_computed_tokens == exact.num_computed_tokens + 11
 
 
-def test_the_engine_says_which_chunks_it_keeps(engine: Engine, server: ScriptedServer) -> None:
+def test_the_engine_reports_which_chunks_it_keeps(engine: Engine, server: ScriptedServer) -> None:
     assert engine.stats().chunks is None
     assert "chunk" not in "".join(line for line in lines_of(engine.stats()) if "disk blocks" not in line)
     server.cache = {**THREE_TIERS, "chunks": CHUNKS}

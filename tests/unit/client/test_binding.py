@@ -177,7 +177,7 @@ def test_the_users_own_order_is_the_order_of_the_prompt() -> None:
     check_prefix(bound(system_and_user, by_id).prefix(DOCUMENTS, DOCUMENTS), whole, in_order)
 
 
-def test_a_question_before_the_documents_is_said_once_and_the_static_part_remains(
+def test_a_question_before_the_documents_is_reported_once_and_the_static_part_remains(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     prompt = bound(question_first)
@@ -202,7 +202,7 @@ def test_nothing_found_leaves_the_static_part_with_its_empty_context() -> None:
 
 
 @pytest.mark.parametrize("fails_in", ["format_docs", "prompt", "type", "later"])
-def test_code_of_the_user_that_fails_is_said_once_and_never_an_error(
+def test_code_of_the_user_that_fails_is_reported_once_and_never_an_error(
     fails_in: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     def format_docs(documents: Sequence[Document]) -> Any:
@@ -253,7 +253,7 @@ class Chain:
     ) -> None:
         self.remembered.add(documents, query=question if query == "" else query)
         messages = self.messages(documents, question)
-        self.learner.see(messages, self.remembered.searches(), is_prefilled=is_prefilled)
+        self.learner.observe(messages, self.remembered.searches(), is_prefilled=is_prefilled)
 
     def check(self, documents: Sequence[Document], question: str = "Which one is red?") -> RenderedPrompt:
         assert self.learner.prompt is not None
@@ -382,7 +382,7 @@ def expect_known_beginning(chain: Chain, question: str) -> None:
     assert known.token_ids == whole.token_ids[: len(known.token_ids)]
 
 
-def test_of_requests_that_are_answered_ahead_no_question_is_said_to_come_first(
+def test_no_question_first_warning_for_speculative_requests(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     chain = Chain(question_first, joined)
@@ -415,7 +415,7 @@ def test_a_history_before_the_documents_is_not_taken_for_a_static_part() -> None
     chain.check(OTHERS)
 
 
-def test_a_request_that_contradicts_teaches_anew() -> None:
+def test_a_contradicting_request_restarts_the_learning() -> None:
     chain = Chain(system_and_user, joined)
     chain.ask(DOCUMENTS)
     chain.format_docs = numbered
@@ -439,7 +439,7 @@ def test_requests_that_contradict_each_other_all_the_time_teach_nothing() -> Non
 def test_requests_without_remembered_documents_teach_nothing() -> None:
     chain = Chain(system_and_user, joined)
     chain.remembered.add(OTHERS, query=QUESTION)
-    chain.learner.see(chain.messages(DOCUMENTS, QUESTION), chain.remembered.searches())
+    chain.learner.observe(chain.messages(DOCUMENTS, QUESTION), chain.remembered.searches())
     assert chain.learner.prompt is None
 
 
@@ -451,14 +451,14 @@ def test_requests_at_the_same_time_teach_the_layout_that_they_share() -> None:
     chain.check(OTHERS)
 
 
-def test_shorter_beginnings_than_a_block_are_not_worth_a_request() -> None:
+def test_prefixes_shorter_than_a_block_send_no_request() -> None:
     prefix = bound(PromptLayout("Answer."), None).prefix(DOCUMENTS[:1], DOCUMENTS[:1])
     assert prefix is not None
     assert len(prefix.token_ids) >= MIN_PREFILL_TOKENS
     assert bound(PromptLayout("Answer."), None).prefix([], []) is None
 
 
-def test_the_static_part_is_made_of_one_document_as_nobody_may_wait_for_more() -> None:
+def test_the_static_part_is_rendered_with_one_document() -> None:
     num_shown: list[int] = []
 
     def counted(documents: Sequence[Document]) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from ragcache_core.client import Engine, Generation
-from ragcache_core.client.generation import whole
+from ragcache_core.client.generation import join_chunks
 from ragcache_core.errors import EngineError
 from ragcache_core.stats import RequestStats
 from tests.support.scripted_server import BYTES_PER_TOKEN, THREE_TIERS, ScriptedServer
@@ -38,7 +38,7 @@ def generate(engine: Engine, prompt: Any) -> Generation:
 
 
 def stream(engine: Engine, prompt: Any) -> Generation:
-    return whole(list(engine.stream(prompt)))
+    return join_chunks(list(engine.stream(prompt)))
 
 
 def agenerate(engine: Engine, prompt: Any) -> Generation:
@@ -48,7 +48,7 @@ def agenerate(engine: Engine, prompt: Any) -> Generation:
 def astream(engine: Engine, prompt: Any) -> Generation:
     async def read() -> Generation:
         async with aclosing(engine.astream(prompt)) as chunks:
-            return whole([chunk async for chunk in chunks])
+            return join_chunks([chunk async for chunk in chunks])
 
     return asyncio.run(read())
 
@@ -60,7 +60,7 @@ both = pytest.mark.parametrize("ask", [generate, agenerate])
 
 @every_way
 @pytest.mark.parametrize(("prompt", "kind"), [(MESSAGES, "chatcmpl-"), (TEXT, "cmpl-")])
-def test_an_answer_says_which_tier_its_tokens_came_from(
+def test_an_answer_reports_which_tier_its_tokens_came_from(
     engine: Engine, server: ScriptedServer, ask: Ask, prompt: Any, kind: str
 ) -> None:
     ask(engine, prompt)
@@ -82,7 +82,7 @@ def test_a_time_that_was_not_measured_is_the_engines_own(engine: Engine) -> None
 
 
 @every_way
-def test_plain_vllm_is_asked_once_and_then_left_alone(engine: Engine, server: ScriptedServer, ask: Ask) -> None:
+def test_plain_vllm_is_called_once_and_then_left_alone(engine: Engine, server: ScriptedServer, ask: Ask) -> None:
     server.cache = None
     for _ in range(3):
         stats = ask(engine, MESSAGES).stats
@@ -92,7 +92,7 @@ def test_plain_vllm_is_asked_once_and_then_left_alone(engine: Engine, server: Sc
 
 
 @both
-def test_a_server_that_gets_the_routes_later_is_asked_again(
+def test_a_server_that_gets_the_routes_later_is_queried_again(
     engine: Engine, server: ScriptedServer, ask: Ask, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("ragcache_core.client.stats.cache_stats._UNSUPPORTED_PAUSE_S", 0.0)
@@ -259,7 +259,7 @@ def test_a_reading_has_the_tiers_and_the_hottest_documents(
 
 
 @read_both
-def test_a_reading_says_what_the_queue_and_speculation_did(
+def test_a_reading_reports_what_the_queue_and_speculation_did(
     engine: Engine, server: ScriptedServer, read: Callable[[Engine], Any]
 ) -> None:
     said = {
@@ -309,7 +309,7 @@ def test_an_engine_that_fails_to_say_is_an_error_of_a_reading(
         ({"policy": None}, "policy"),
     ],
 )
-def test_an_engine_of_another_version_is_told_with_a_cure(
+def test_an_engine_of_another_version_is_reported_with_a_hint(
     engine: Engine, server: ScriptedServer, read: Callable[[Engine], Any], broken: dict[str, object], where: str
 ) -> None:
     server.cache = {**THREE_TIERS, **broken}

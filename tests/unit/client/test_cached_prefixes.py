@@ -34,7 +34,7 @@ A, B, C = (Document(name, f"The text of {name} is short, but it is there.") for 
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ragcache_core.client.ordering.cached_prefixes._ASK_EVERY_S", 0.02)
+    monkeypatch.setattr("ragcache_core.client.ordering.cached_prefixes._POLL_INTERVAL_S", 0.02)
 
 
 class PathServer:
@@ -57,10 +57,10 @@ class PathServer:
     def base_url(self) -> str:
         return f"http://127.0.0.1:{self.port}/v1"
 
-    def tell(self, **num_tokens: int) -> None:
+    def publish(self, **num_tokens: int) -> None:
         self._changes += [PathChange(P, tuple(path), n) for path, n in num_tokens.items()]
 
-    def begin_anew(self) -> None:
+    def restart_engine(self) -> None:
         """Be as with an engine that was started again."""
         self._changes, self._epoch = [], self._epoch + 1
 
@@ -150,7 +150,7 @@ def mirror_threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "ragcache-mirror"]
 
 
-def test_nobody_is_asked_before_the_first_use() -> None:
+def test_no_server_is_polled_before_the_first_use() -> None:
     with serving() as server, door_to(server) as door:
         assert door.arrange([B, A], "retrieval").documents == (B, A)
         assert door.arrange([B, A], "canonical").documents == (A, B)
@@ -162,7 +162,7 @@ def test_nobody_is_asked_before_the_first_use() -> None:
 def test_documents_stay_as_they_are_until_the_cache_is_known_and_are_then_arranged() -> None:
     with serving() as server, door_to(server) as door:
         assert door.ids(A, B, C) == "abc"
-        server.tell(b=50)  # only now: on a busy machine the answer may come before the first order
+        server.publish(b=50)  # only now: on a busy machine the answer may come before the first order
         until(lambda: door.ids(A, B, C) == "bac")
         assert door.ids(A, B, C, keep_first=True) == "abc"
         assert "authorization: bearer secret" in server.seen[0].lower()
@@ -172,22 +172,22 @@ def test_what_changes_is_followed() -> None:
     with serving() as server, door_to(server) as door:
         door.ids(A)
         until(lambda: door.is_current)
-        server.tell(c=10, cb=20)
+        server.publish(c=10, cb=20)
         until(lambda: door.ids(A, B, C) == "cba")
-        server.tell(c=0, cb=0, b=5)
+        server.publish(c=0, cb=0, b=5)
         until(lambda: door.ids(A, B, C) == "bac")
 
 
-def test_who_waits_for_an_answer_gets_one_that_knows_what_has_just_been_cached(
+def test_a_waiting_query_gets_an_answer_with_the_latest_cached_blocks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("ragcache_core.client.ordering.cached_prefixes._ASK_EVERY_S", 60.0)
+    monkeypatch.setattr("ragcache_core.client.ordering.cached_prefixes._POLL_INTERVAL_S", 60.0)
     with serving() as server, door_to(server) as door:
         for doc_id in "bc":
-            server.tell(**{doc_id: 50, "x": 5})
+            server.publish(**{doc_id: 50, "x": 5})
             assert door.refresh()
             assert door.ids(A, B, C)[0] == doc_id
-            server.tell(**{doc_id: 0})
+            server.publish(**{doc_id: 0})
         server.close()
         assert not door.refresh(timeout_s=0.05)
         door.cached.close()
@@ -207,10 +207,10 @@ def test_of_several_engines_the_order_that_one_of_them_has_counts() -> None:
 
 def test_what_an_engine_had_before_it_was_started_again_is_forgotten() -> None:
     with serving() as server, door_to(server) as door:
-        server.tell(b=50)
+        server.publish(b=50)
         until(lambda: door.ids(A, B, C) == "bac")
-        server.begin_anew()
-        server.tell(c=10)
+        server.restart_engine()
+        server.publish(c=10)
         until(lambda: door.ids(A, B, C) == "cab")
 
 
@@ -225,17 +225,17 @@ def test_a_fleets_index_has_what_is_known_at_any_time(*, is_known_before: bool) 
             return len(index), [each.num_tokens for each in longest]
 
     with serving() as server, door_to(server) as door:
-        server.tell(b=50, c=10)
+        server.publish(b=50, c=10)
         if is_known_before:
             door.ids(A)
             until(lambda: door.is_current)
         door.cached.keep_in(index, lock)
         until(lambda: found() == (2, [50]))
-        server.tell(ba=70, b=50, c=0)
+        server.publish(ba=70, b=50, c=0)
         until(lambda: found() == (2, [70]))
         assert door.ids(A, B) == "ba", "and it is read as before"
-        server.begin_anew()
-        server.tell(a=20)
+        server.restart_engine()
+        server.publish(a=20)
         until(lambda: found() == (1, [20]))
         door.cached.keep_in(PathIndex(), threading.Lock())
         assert found() == (0, []), "it belongs to the fleet that was made last"
@@ -246,7 +246,7 @@ def test_a_fleets_index_has_what_is_known_at_any_time(*, is_known_before: bool) 
 
 def test_a_lost_server_is_unknown_and_found_again_with_what_it_has_then() -> None:
     with serving() as server, door_to(server) as door:
-        server.tell(b=50)
+        server.publish(b=50)
         door.ids(A, B)
         until(lambda: door.ids(A, B) == "ba")
         port = server.port
@@ -254,13 +254,13 @@ def test_a_lost_server_is_unknown_and_found_again_with_what_it_has_then() -> Non
         until(lambda: not door.is_current)
         assert door.ids(A, B, C) == "abc"
         with serving(port) as again:
-            again.tell(c=50)
+            again.publish(c=50)
             until(lambda: door.ids(A, B, C) == "cab")
             assert door.ids(A, B) == "ab", "what the first engine had is gone"
 
 
 @pytest.mark.parametrize(("status", "word"), [(404, "start the server with"), (401, "refused the API key")])
-def test_a_server_that_does_not_tell_is_said_once_and_left_alone(
+def test_a_server_without_statistics_is_reported_once_and_not_polled(
     status: int, word: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING), serving(status=status) as server, door_to(server) as door:
@@ -276,7 +276,7 @@ def test_a_server_that_does_not_tell_is_said_once_and_left_alone(
 def test_a_server_that_reports_later_is_followed_then(status: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ragcache_core.client.ordering.cached_prefixes._LAST_PAUSE_S", 0.05)
     with serving(status=status) as server, door_to(server) as door:
-        server.tell(b=50)
+        server.publish(b=50)
         assert door.ids(A, B) == "ab"
         until(lambda: len(server.seen) >= 2)
         server.status = 200
@@ -356,7 +356,7 @@ def test_closing_ends_the_thread_at_once_and_nothing_starts_it_again() -> None:
 
 def test_many_threads_share_one_connection() -> None:
     with serving() as server, door_to(server) as door:
-        server.tell(b=50)
+        server.publish(b=50)
         found: list[str] = []
         threads = [threading.Thread(target=lambda: found.append(door.ids(A, B))) for _ in range(16)]
         for thread in threads:
@@ -370,7 +370,7 @@ def test_many_threads_share_one_connection() -> None:
 
 def test_a_fork_does_not_take_its_parents_knowledge_for_its_own() -> None:
     with serving() as server, door_to(server) as door:
-        server.tell(b=50)
+        server.publish(b=50)
         door.ids(A, B)
         until(lambda: door.is_current)
 
@@ -397,7 +397,9 @@ def sent(server: ScriptedServer) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("is_rendered", [True, False])
-def test_a_request_about_reordered_documents_says_so(engine: tuple[Engine, ScriptedServer], is_rendered: bool) -> None:
+def test_a_request_about_reordered_documents_reports_it(
+    engine: tuple[Engine, ScriptedServer], is_rendered: bool
+) -> None:
     it, server = engine
     layout = PromptLayout()
     for documents, expected in (([C, A, B], True), ([A, B, C], None)):

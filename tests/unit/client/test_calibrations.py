@@ -64,7 +64,7 @@ def test_what_is_saved_is_found_and_loaded() -> None:
         json.dumps({**CALIBRATION.to_dict(), "points": [{"alpha": -1, "quality": 1, "recomputed": 0}]}).encode(),
     ],
 )
-def test_a_damaged_file_is_refused_with_the_cure(tmp_path: Path, content: bytes) -> None:
+def test_a_damaged_file_is_refused_with_the_hint(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "c.json").write_bytes(content)
     with pytest.raises(ConfigError, match=r"c\.json cannot be used .*: run 'ragcache calibrate' again"):
         load_calibration(tmp_path / "c.json")
@@ -73,7 +73,7 @@ def test_a_damaged_file_is_refused_with_the_cure(tmp_path: Path, content: bytes)
 # At a launch
 
 
-def test_a_quality_that_nobody_measured_is_refused_at_launch() -> None:
+def test_an_unmeasured_quality_is_rejected_at_launch() -> None:
     with pytest.raises(ConfigError, match="run 'ragcache calibrate', or give alpha"):
         launch._alphas("org/model", ChunkReuse(quality=0.9))
     assert launch._alphas("org/model", ChunkReuse(alpha=0.9)) == ()

@@ -105,7 +105,7 @@ def test_documents_are_shown_in_the_cached_order_where_only_that_is_in_time(
 @pytest.mark.parametrize(
     "settings", [{"extra_body": {"cache_salt": "tenant-a"}}, {"model": "an-adapter"}, {"extra_body": {"model": "b"}}]
 )
-def test_nothing_that_is_cached_of_other_requests_counts_for_one_whose_kv_is_separate(
+def test_a_request_with_separate_kv_ignores_blocks_of_other_requests(
     engine: Engine, server: ScriptedServer, settings: dict[str, Any]
 ) -> None:
     know_cached(server, engine, "moon sun")
@@ -123,8 +123,8 @@ def test_an_agent_goes_on_with_the_messages_that_it_holds_whatever_was_sent(
     know_cached(server, engine, "moon sun", settings=settings)
     plan = planned(engine, 0.001, settings=settings)
     assert content(plan).startswith(MOON.text)
-    assert plan.asked is not None
-    assert plan.asked.messages[0]["content"] == CHAT[0]["content"]
+    assert plan.tool_chat is not None
+    assert plan.tool_chat.messages[0]["content"] == CHAT[0]["content"]
 
 
 @pytest.mark.parametrize(
@@ -146,7 +146,9 @@ def test_messages_of_several_texts_or_none_are_planned_as_well(
         assert plan.deadline.choice == "document_order"
 
 
-def test_numbered_documents_keep_their_places_and_the_report_says_why(engine: Engine, server: ScriptedServer) -> None:
+def test_numbered_documents_keep_their_places_and_the_report_reports_why(
+    engine: Engine, server: ScriptedServer
+) -> None:
     know_cached(server, engine, "moon sun")
     numbered = [{"role": "user", "content": f"{SUN.text}\n\n2. {MOON.text}\n\nWhat is the sun?"}]
     asked = {"ttft_slo": 0.001, "documents": [SUN, MOON]}
@@ -174,9 +176,7 @@ def test_documents_are_reused_where_that_was_calibrated_and_nothing_less_is_in_t
     assert "chunk_reuse=False" in ruled_out.deadline.left_out["chunk_reuse"]
 
 
-def test_an_engine_that_reuses_by_default_and_was_not_calibrated_is_told_not_to(
-    engine: Engine, server: ScriptedServer
-) -> None:
+def test_an_uncalibrated_engine_with_default_reuse_is_set_to_no_reuse(engine: Engine, server: ScriptedServer) -> None:
     server.costs = {**CALIBRATED, "chunk_reuse": {"alpha": 1.7, "points": []}}
     assert planned(engine, 5.0).extra_body["kv_transfer_params"]["ragcache"]["chunk_reuse"] is False
 
@@ -225,7 +225,7 @@ def test_costs_that_appear_later_are_used(
     assert (plan.deadline.is_in_time, later.deadline.is_in_time) == (None, True)
 
 
-def test_a_prompt_whose_tokens_the_server_does_not_tell_is_sent_as_it_is(
+def test_a_prompt_whose_tokens_the_server_does_not_report_is_sent_as_it_is(
     engine: Engine, server: ScriptedServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(server, "_laid_out", lambda body: None)
@@ -235,7 +235,7 @@ def test_a_prompt_whose_tokens_the_server_does_not_tell_is_sent_as_it_is(
     assert "does not tell the tokens" in plan.deadline.why
 
 
-def test_who_says_how_documents_are_reused_cannot_leave_it_to_a_deadline(engine: Engine) -> None:
+def test_who_reports_how_documents_are_reused_cannot_leave_it_to_a_deadline(engine: Engine) -> None:
     with pytest.raises(ConfigError, match="leave chunk_reuse out"):
         planned(engine, 1.0, chunk_reuse={"alpha": 2.0})
 

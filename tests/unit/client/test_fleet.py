@@ -37,7 +37,7 @@ def servers() -> Iterator[list[ScriptedServer]]:
 
 @pytest.fixture
 def fleet(servers: list[ScriptedServer], monkeypatch: pytest.MonkeyPatch) -> Iterator[Fleet]:
-    monkeypatch.setattr("ragcache_core.client.ordering.cached_prefixes._ASK_EVERY_S", 0.02)
+    monkeypatch.setattr("ragcache_core.client.ordering.cached_prefixes._POLL_INTERVAL_S", 0.02)
     with Fleet.connect([server.url for server in servers], api_key="key", restart_timeout_s=0.3) as joined:
         yield joined
 
@@ -55,7 +55,7 @@ def asked(servers: list[ScriptedServer]) -> list[int]:
     return [len(server.requests) for server in servers]
 
 
-def tell(server: ScriptedServer, shown: RenderedPrompt, *documents: str, num_tokens: int = 400) -> None:
+def publish(server: ScriptedServer, shown: RenderedPrompt, *documents: str, num_tokens: int = 400) -> None:
     """Have a server say that it has these documents cached, behind the static prefix of a prompt."""
     prefix = static_prefix_digest(shown.token_ids, shown.segments)
     assert prefix is not None
@@ -95,8 +95,8 @@ def test_a_request_goes_where_most_of_its_documents_are_cached_not_counting_the_
 ) -> None:
     shown = prompt(fleet, "a", "b")
     for server in servers:
-        tell(server, shown, "a", num_tokens=100)
-    tell(servers[place], shown, "a", "b", num_tokens=100)
+        publish(server, shown, "a", num_tokens=100)
+    publish(servers[place], shown, "a", "b", num_tokens=100)
     assert fleet.integration.ordering.refresh()
     fleet.generate(shown)
     assert asked(servers) == [int(i == place) for i in range(3)]
@@ -106,7 +106,7 @@ def test_order_and_replica_are_chosen_together(fleet: Fleet, servers: list[Scrip
     documents = [Document(n, f"The text of {n} is here.") for n in ("a", "b")]
     for server in servers:
         server.cached_paths = said([])
-    tell(servers[1], prompt(fleet, "b", "a"), "b", "a")
+    publish(servers[1], prompt(fleet, "b", "a"), "b", "a")
     assert fleet.integration.ordering.refresh()
     arranged = fleet.arrange_documents(documents, "cache_aware").documents
     assert [d.doc_id for d in arranged] == ["b", "a"]
@@ -118,7 +118,7 @@ def test_a_busy_replica_is_left_to_those_that_wait_for_it(fleet: Fleet, servers:
     shown = prompt(fleet, "a")
     for server in servers:
         server.cached_paths = said([])
-    tell(servers[0], shown, "a")
+    publish(servers[0], shown, "a")
     assert fleet.integration.ordering.refresh()
     slow = Reply("slowly said " * 40, token_wait_s=0.05)
     servers[0].script(*[slow] * 12)
@@ -224,7 +224,7 @@ def test_candidates_of_an_early_stage_choose_the_replica_that_has_them(
     shown = prompt(fleet, "a")
     for server in servers:
         server.cached_paths = said([])
-    tell(servers[place], shown, "a")
+    publish(servers[place], shown, "a")
     assert fleet.integration.ordering.refresh()
     speculation = speculate(fleet, lambda: fleet.generate(shown))
     assert until(lambda: speculation.started_s is not None)
@@ -326,14 +326,14 @@ def test_replicas_that_answer_differently_are_refused(
         Fleet.connect([servers[0].url, servers[1].url], api_key="key")
 
 
-def test_a_wrong_key_and_a_missing_replica_are_said_at_the_door(servers: list[ScriptedServer]) -> None:
+def test_a_wrong_key_and_a_missing_replica_are_rejected_at_the_entry(servers: list[ScriptedServer]) -> None:
     with pytest.raises(EngineAuthError):
         Fleet.connect([server.url for server in servers], api_key="wrong")
     with pytest.raises(EngineUnreachableError, match="127.0.0.1:1"):
         Fleet.connect([servers[0].url, "http://127.0.0.1:1"], api_key="key")
 
 
-def test_engines_of_somebody_else_make_a_fleet_which_closes_them(servers: list[ScriptedServer]) -> None:
+def test_a_fleet_of_given_engines_closes_them(servers: list[ScriptedServer]) -> None:
     engines = [Engine.connect(server.url, api_key="key") for server in servers]
     with Fleet(engines) as fleet:
         assert fleet.generate(prompt(fleet, "a")).text

@@ -172,7 +172,7 @@ def test_a_fleet_begins_when_the_first_replica_answers(
 
 
 @pytest.mark.parametrize("is_named", [False, True])
-def test_without_any_replica_the_error_says_where_was_looked(
+def test_without_any_replica_the_error_reports_where_was_looked(
     service: Service, fleet: Callable[..., Fleet], *, is_named: bool
 ) -> None:
     service.addresses = HOSTS[:1] if is_named else []
@@ -200,7 +200,7 @@ def test_a_replica_of_another_model_is_left_out_with_one_line(
     assert not locked.requests
 
 
-def test_a_wrong_key_is_said_at_the_door(service: Service, fleet: Callable[..., Fleet]) -> None:
+def test_a_wrong_key_is_rejected_at_the_entry(service: Service, fleet: Callable[..., Fleet]) -> None:
     service.start(HOSTS[0])
     service.addresses = HOSTS[:1]
     with pytest.raises(EngineAuthError):

@@ -23,7 +23,7 @@ RECEIPT = ForgetReceipt(
     num_blocks={"gpu": 3, "disk": 4},
     num_bytes={"gpu": 300, "disk": 400},
     num_requests=1,
-    num_left=2,
+    num_pending=2,
     problems=("the disk tier is out of service",),
     duration_s=0.5,
 )
@@ -56,13 +56,13 @@ def test_ids_are_sent_once_each_and_the_receipt_is_read() -> None:
         assert server.asked == [("/v1/ragcache/documents/forget", {"ids": ["a", "b"], "wait_s": 5}, "Bearer key")]
 
 
-def test_more_ids_than_a_request_may_have_go_in_several_whose_receipts_are_added() -> None:
+def test_more_ids_than_the_limit_are_sent_in_several_requests_with_added_receipts() -> None:
     server = Server()
     receipt = server.routes.forget([str(i) for i in range(MAX_DOCUMENTS + 1)], 0)
     assert [len(body["ids"]) for _, body, _ in server.asked] == [MAX_DOCUMENTS, 1]
     assert receipt.num_blocks == {"gpu": 6, "disk": 8}
     assert (receipt.num_paths, receipt.num_variants, receipt.duration_s) == (4, 2, 1.0)
-    assert (receipt.num_requests, receipt.num_left) == (1, 2), "of what is left now"
+    assert (receipt.num_requests, receipt.num_pending) == (1, 2), "of what is left now"
 
 
 @pytest.mark.parametrize("ids", ["a", [""], ["x" * (MAX_DOC_ID_CHARS + 1)], ["half \ud800"], [1], [None]])
@@ -85,7 +85,7 @@ def test_what_is_no_id_is_refused_before_anything_is_sent(ids: Any) -> None:
         (Server(error=httpx.ConnectError("refused")), EngineUnreachableError, "no engine answers"),
     ],
 )
-def test_what_goes_wrong_is_said(server: Server, error: type[Exception], said: str) -> None:
+def test_what_goes_wrong_is_reported(server: Server, error: type[Exception], said: str) -> None:
     with pytest.raises(error, match=said):
         server.routes.forget(["a"], 1)
     with pytest.raises(error, match=said):

@@ -29,7 +29,7 @@ def learn(
 
 
 def history(histories: Histories, source: object = Named(), *settings: object) -> StageStabilityStats:
-    return histories.of(source, settings, otherwise=SourceHistory()).history
+    return histories.of(source, settings, default=SourceHistory()).history
 
 
 def test_all_who_search_a_source_with_the_same_settings_learn_together(tmp_path: Path) -> None:
@@ -71,8 +71,8 @@ def test_a_source_that_stays_as_it_is_writes_no_file_again(tmp_path: Path) -> No
 @pytest.mark.parametrize("identity", [None, "", 7])
 def test_a_source_without_a_name_is_its_retrievers_own_business(tmp_path: Path, identity: object) -> None:
     histories, own = Histories(tmp_path), SourceHistory()
-    assert histories.of(Named(identity), (), otherwise=own) is own
-    assert histories.of(object(), (), otherwise=own) is own
+    assert histories.of(Named(identity), (), default=own) is own
+    assert histories.of(object(), (), default=own) is own
 
 
 @pytest.mark.parametrize(

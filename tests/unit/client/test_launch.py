@@ -158,7 +158,7 @@ def test_a_fork_of_the_owner_does_not_keep_its_lock(tmp_path: Path) -> None:
         child.join()
 
 
-def test_without_vllm_a_launch_says_how_to_install_it(owner: Owner, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_vllm_a_launch_reports_how_to_install_it(owner: Owner, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ragcache_core.client.launch.arguments.find_spec", lambda name: None)
     with pytest.raises(EngineStartError, match=r"vLLM is not installed here.*ragcache\[gpu\].*make setup.*elsewhere"):
         owner.launch(CacheConfig())
@@ -208,7 +208,7 @@ def test_no_name_is_refused_where_a_platform_may_add_arguments(owner: Owner, mon
 @pytest.mark.parametrize(
     ("settings", "is_optional"), [({}, True), ({"host_bytes": "1GiB"}, False), ({"disk_bytes": "1GiB"}, False)]
 )
-def test_an_engine_may_do_without_host_memory_only_where_nobody_chose_it_and_nothing_needs_it(
+def test_an_engine_may_go_without_host_memory_only_if_unset_and_unneeded(
     owner: Owner, tmp_path: Path, settings: dict[str, object], is_optional: bool
 ) -> None:
     directory = {"directory": tmp_path} if "disk_bytes" in settings else {}
@@ -267,7 +267,7 @@ def test_host_memory_that_may_grow_is_shared_by_replicas_as_well(owner: Owner) -
     assert owner.extra_config["most_host_bytes"] == 2 * GIB
 
 
-def test_an_engines_sockets_lie_in_a_folder_that_ends_with_it_unless_somebody_chose_another(owner: Owner) -> None:
+def test_an_engines_sockets_are_in_a_private_folder_unless_another_is_configured(owner: Owner) -> None:
     owner.launch(CacheConfig(host_bytes="1GiB"))
     sockets = Path(owner.environments[0]["VLLM_RPC_BASE_PATH"])
     (sockets / "0c7f").touch()
@@ -280,7 +280,7 @@ def test_an_engines_sockets_lie_in_a_folder_that_ends_with_it_unless_somebody_ch
     owner.end()
 
 
-def test_what_an_engine_left_whose_owner_died_is_free_before_memory_is_counted(
+def test_memory_of_an_engine_with_a_dead_owner_is_freed_before_memory_is_counted(
     owner: Owner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, stderr=subprocess.DEVNULL) as dead:

@@ -32,7 +32,7 @@ def test_vllm_evicts_by_its_own_policy_and_its_own_scheduler_runs(eviction: Any)
     }
 
 
-def test_its_file_tier_lies_where_it_is_told(tmp_path: Path) -> None:
+def test_the_file_tier_uses_the_configured_folder(tmp_path: Path) -> None:
     extra = transfer_config(VLLMOffload(1 << 26, "lru", tmp_path))["kv_connector_extra_config"]
     assert extra["secondary_tiers"] == [{"type": "fs", "root_dir": str(tmp_path)}]
 

@@ -59,13 +59,13 @@ def test_python_arguments_become_the_servers_flags() -> None:
 
 
 @pytest.mark.parametrize("name", ["model", "host", "port", "api_key", "kv_transfer_config"])
-def test_an_argument_with_a_door_of_its_own_is_refused(name: str) -> None:
+def test_an_argument_with_its_own_setting_is_refused(name: str) -> None:
     with pytest.raises(ConfigError, match=f"{name}=.*use "):
         vllm_arguments({name: "x"})
 
 
 @pytest.mark.parametrize("argument", ["--port", "--api-key=x", "--kv-transfer-config"])
-def test_a_raw_argument_with_a_door_of_its_own_is_refused(argument: str) -> None:
+def test_a_raw_argument_with_its_own_setting_is_refused(argument: str) -> None:
     check_extra_args(["--max-model-len", "2048", "--portal"])
     with pytest.raises(ConfigError, match=f"{argument} cannot be passed"):
         check_extra_args([argument])
@@ -135,7 +135,7 @@ def test_other_connectors_stand_before_ours_and_a_lost_block_is_a_miss_for_all()
     ("cache", "default"),
     [(CacheConfig(), str(1 << 30)), (CacheConfig(kv_cache_bytes="2GiB"), None), (None, str(1 << 30))],
 )
-def test_a_cpu_server_is_told_how_much_memory_to_take_where_nobody_said(
+def test_a_cpu_server_gets_a_kv_cache_size_unless_one_is_configured(
     cache: CacheConfig | None, default: str | None
 ) -> None:
     environment = server_environment("key", cache, {"MORE": "1"}, engine_id="me")
@@ -186,7 +186,7 @@ def test_a_path_without_a_model_is_refused(tmp_path: Path) -> None:
     check_model("organisation/name")
 
 
-def test_a_taken_port_is_refused_with_a_cure(demo_model: str) -> None:
+def test_a_taken_port_is_refused_with_a_hint(demo_model: str) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -229,7 +229,7 @@ def test_an_answer_that_stops_in_the_middle_is_not_taken_for_a_whole_one() -> No
         reader.stats()
 
 
-def test_an_engine_tells_its_restarts_until_it_stays_dead(demo_model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_reports_its_restarts_until_it_stays_dead(demo_model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     owner = SimpleNamespace(run=3, health=lambda: Health.READY, exit_reason=lambda: "it died three times")
     with ScriptedServer(root=demo_model) as server, Engine.connect(server.url) as engine:
         assert engine.num_restarts() == 0
@@ -253,7 +253,7 @@ def test_a_server_whose_log_was_removed_has_no_last_words(tmp_path: Path) -> Non
     assert process.returncode is not None
 
 
-def test_a_new_log_is_its_owners_alone_and_one_that_is_there_is_whose_it_was(tmp_path: Path) -> None:
+def test_a_new_log_is_private_and_an_existing_one_keeps_its_owner(tmp_path: Path) -> None:
     (tmp_path / "collected").touch()
     (tmp_path / "collected").chmod(0o640)
     before = os.umask(0)
@@ -315,7 +315,7 @@ def _gave_up(body: dict[str, object]) -> openai.InternalServerError:
         {"structured_outputs": {"regex": "a+"}},
     ],
 )
-def test_an_answer_that_no_token_goes_on_with_is_told_from_other_failures(constraint: dict[str, object]) -> None:
+def test_an_answer_without_a_next_token_is_distinguished_from_other_failures(constraint: dict[str, object]) -> None:
     error = translated(_gave_up({"messages": [], **constraint}))
     assert type(error) is EngineError
     assert "follow a grammar" in str(error)

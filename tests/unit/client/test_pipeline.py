@@ -40,17 +40,17 @@ async def test_a_source_that_is_never_right_before_its_end_is_believed_no_more()
     speculator, history, door = ScriptedSpeculator(), StageStabilityStats(), ScriptedDoor()
     for _ in range(15):
         result = await run(Source("ab", "cd", "ef"), door, speculator, history=history)
-    num_sent, num_asked = len(speculator.sent), door.num_asked
+    num_sent, num_submitted = len(speculator.sent), door.num_submitted
     assert 0 < num_sent < 30
     result = await run(Source("ab", "cd", "ef"), door, speculator, history=history)
     assert "seldom right" in (result.report.skipped_because or "")
-    assert (len(speculator.sent), door.num_asked) == (num_sent, num_asked)
+    assert (len(speculator.sent), door.num_submitted) == (num_sent, num_submitted)
     for _ in range(3):
         result = await run(Source("ef", "ef", "ef"), door, speculator, history=history)
     assert result.report.is_confirmed, "it is watched all the same, and believed again"
 
 
-async def test_a_source_that_nobody_knows_yet_is_sent_ahead_of_where_the_engine_is_idle() -> None:
+async def test_an_unknown_source_is_speculated_on_where_the_engine_is_idle() -> None:
     speculator, history = ScriptedSpeculator(), StageStabilityStats()
     assert (await run(Source("ab", "ab"), ScriptedDoor(), speculator, history=history)).report.is_confirmed
     source, door = Source("ab", "ab", "ab", "ab", "ab"), ScriptedDoor(2)
@@ -61,7 +61,7 @@ async def test_a_source_that_nobody_knows_yet_is_sent_ahead_of_where_the_engine_
     assert len(speculator.sent) == 1
 
 
-async def test_searches_side_by_side_try_a_source_that_nobody_knows_yet_once_each() -> None:
+async def test_concurrent_searches_try_an_unknown_source_once_each() -> None:
     async def asked(speculator: ScriptedSpeculator) -> None:
         source = Source("ab", "cd", "ef", "gh")
         await run_pipeline(source.updates(), ScriptedDoor(), speculator, history=history)
@@ -118,7 +118,7 @@ async def test_candidates_that_stay_are_sent_once_and_confirmed() -> None:
     assert report.to_dict()["overlapped_search_s"] == report.search_s - report.non_overlapped_search_s
 
 
-async def test_changed_candidates_cancel_what_was_sent_and_send_anew() -> None:
+async def test_changed_candidates_cancel_the_speculation_and_send_another() -> None:
     speculator = ScriptedSpeculator()
     events: list[PipelineEvent] = []
     result = await run(Source("ab", "ba", "ba", "ba"), ScriptedDoor(), speculator, on_event=events.append)
@@ -146,7 +146,7 @@ async def test_changed_candidates_cancel_what_was_sent_and_send_anew() -> None:
     assert all(a.search_s <= b.search_s for a, b in pairwise(events[:-1]))
 
 
-async def test_of_a_prefill_it_is_told_with_the_final_documents_what_was_hidden() -> None:
+async def test_a_prefill_reports_the_overlapped_time_with_the_final_documents() -> None:
     speculator, source = ScriptedSpeculator(), Source("ab", "ab")
     source.between[1] = lambda: setattr(speculator.sent[0], "can_be_adopted", False)
     events: list[PipelineEvent] = []
@@ -166,7 +166,7 @@ async def test_a_prefill_that_fails_after_all_hid_nothing() -> None:
     assert (report.is_confirmed, report.overlapped_search_s) == (False, 0.0)
 
 
-async def test_final_documents_that_nobody_expected_are_a_miss() -> None:
+async def test_unexpected_final_documents_are_a_misspeculation() -> None:
     speculator = ScriptedSpeculator()
     events: list[PipelineEvent] = []
     result = await run(Source("ab", "cd"), ScriptedDoor(), speculator, on_event=events.append)
@@ -189,7 +189,7 @@ async def test_the_time_until_the_engine_began_is_not_hidden() -> None:
     assert (await run(source, ScriptedDoor(), late)).report.overlapped_search_s == 0.0
 
 
-async def test_until_the_engine_has_told_when_it_began_nothing_counts_as_hidden() -> None:
+async def test_nothing_counts_as_overlapped_until_the_start_time_is_reported() -> None:
     speculator, source = ScriptedSpeculator(), Source("a", "a", "a")
     source.between[1] = lambda: setattr(speculator.sent[0], "started_s", None)
     events: list[PipelineEvent] = []
@@ -247,7 +247,7 @@ NEW_TEXT, NEW_METADATA = {"text": "new text"}, {"metadata": {"page": 2}}
     ("fields", "can_be_adopted"), [(NEW_TEXT, True), (NEW_METADATA, False)], ids=["text", "warmed"]
 )
 @arranged_or_not
-async def test_documents_that_were_written_anew_meanwhile_are_other_documents(
+async def test_documents_that_changed_during_the_search_are_other_documents(
     fields: dict[str, Any], can_be_adopted: bool, arrange: Callable[[Sequence[Document]], Sequence[Document]] | None
 ) -> None:
     speculator = ScriptedSpeculator()
@@ -306,7 +306,7 @@ async def test_what_lives_ends_with_its_candidates_even_if_nothing_more_can_be_s
             self.is_lost = asyncio.Event()
 
         async def apending_prefills(self) -> EngineLoad | None:
-            if (load := await super().apending_prefills()) is not None and self.num_asked == 1:
+            if (load := await super().apending_prefills()) is not None and self.num_submitted == 1:
                 return load
             await self.is_lost.wait()
             return None
@@ -365,7 +365,7 @@ async def test_an_engine_that_stays_full_is_asked_less_and_less_and_gets_nothing
     speculator, door = ScriptedSpeculator(), ScriptedDoor(7)
     result = await run(Source(*"aaaaaaaaaaaa"), door, speculator)
     assert speculator.num_calls == 0
-    assert 2 <= door.num_asked <= 7
+    assert 2 <= door.num_submitted <= 7
     assert result.report.skipped_because == ("the engine had no room: real requests that wait for their first token: 7")
     assert result.report.non_overlapped_search_s == result.report.search_s
 
@@ -389,7 +389,7 @@ async def test_a_slow_answer_about_the_load_delays_no_stage() -> None:
         (ScriptedDoor(), ScriptedSpeculator(has_any=False), "nothing could be sent ahead"),
     ],
 )
-async def test_a_search_without_speculation_is_a_search_and_says_why(door: Any, speculator: Any, why: str) -> None:
+async def test_a_search_without_speculation_is_a_search_and_reports_why(door: Any, speculator: Any, why: str) -> None:
     result = await run(Source("a", "a", "a"), door, speculator)
     assert result.update.documents == (document("a"),)
     assert result.speculation is None
@@ -427,7 +427,7 @@ async def test_whatever_a_speculator_raises_the_search_has_its_result(error: Bas
     assert result.report.skipped_because == f"the speculator raised {type(error).__name__}: {error}"
 
 
-async def test_a_speculator_that_raises_is_asked_again_once_and_the_search_goes_on(
+async def test_a_speculator_that_raises_is_queried_again_once_and_the_search_goes_on(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     speculator = ScriptedSpeculator(error=KeyError("no such template"))
@@ -580,7 +580,7 @@ async def test_what_a_clean_up_raises_is_logged_and_the_result_stands(caplog: py
     assert "a source of stages could not be closed" in caplog.text
 
 
-async def test_what_is_no_document_is_an_error_with_its_cure() -> None:
+async def test_what_is_no_document_is_an_error_with_its_hint() -> None:
     async def updates() -> AsyncIterator[Any]:
         yield replace(update("ab", 3), documents=(document("a"), None))
 

@@ -176,7 +176,7 @@ UNSENDABLE: dict[str, Callable[[Engine], object]] = {
 
 
 @pytest.mark.parametrize("what", UNSENDABLE)
-def test_what_cannot_be_sent_is_an_error_of_ours_with_a_cure(engine: Engine, server: ScriptedServer, what: str) -> None:
+def test_what_cannot_be_sent_is_an_error_of_ours_with_a_hint(engine: Engine, server: ScriptedServer, what: str) -> None:
     num_before = len(server.requests)
     with pytest.raises(
         ConfigError, match=r"surrogate pair.*remove it|must be finite: send|64 bits.*: send|must be|should be"

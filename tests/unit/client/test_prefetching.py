@@ -62,7 +62,7 @@ def test_a_server_that_is_gone_is_an_error() -> None:
         ),
     ],
 )
-def test_of_a_request_that_was_made_ahead_the_tokens_are_read_if_it_has_any(
+def test_the_tokens_of_a_speculative_request_are_read_if_present(
     body: dict[str, Any], asked: dict[str, Any] | None
 ) -> None:
     def start(captured: CapturedRequest) -> Any:

@@ -16,7 +16,7 @@ TOKENS = tuple(range(100))
 REQUEST_S, STEP_S, SEQUENCE_S = 0.008, 0.004, 0.0015
 
 
-def test_times_of_requests_step_and_answers_are_told_apart() -> None:
+def test_times_of_requests_steps_and_answers_are_distinguished() -> None:
     def together(prompts: Sequence[Sequence[int]], max_tokens: int) -> float:
         return REQUEST_S + max_tokens * (STEP_S + len(prompts) * SEQUENCE_S)
 
@@ -51,7 +51,7 @@ class Loading:
         return next((end for end in ends if any(other[:end] == tokens[:end] for other in known)), 0)
 
 
-def test_the_speed_of_loads_is_told_from_a_prompt_that_left_kv_memory() -> None:
+def test_the_load_rate_is_measured_with_an_evicted_prompt() -> None:
     engine = Loading(2_000, 50_000.0)
     found = measure_loads(
         engine.ask, TOKENS, num_kv_tokens=2_000, block_size=BLOCK, num_repeats=2, rng=random.Random(1)

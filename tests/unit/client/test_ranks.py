@@ -54,7 +54,7 @@ def test_each_rank_has_a_port_of_its_own_and_all_have_one_key() -> None:
     assert {rank["api_key"] for rank in plan(2, api_key="mine")} == {"mine"}
 
 
-def test_ports_follow_the_first_and_one_that_is_taken_is_told_before_anything_starts() -> None:
+def test_ports_follow_the_first_and_a_taken_one_is_reported_before_any_start() -> None:
     port = two_free_ports() + 1
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", port))
@@ -117,7 +117,7 @@ def test_each_rank_has_gpus_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     assert devices(2) == ["GPU-a", "GPU-b"]
 
 
-def test_gpus_that_nobody_names_are_counted_as_cuda_counts_them(devices_here: Path) -> None:
+def test_unnamed_gpus_are_counted_as_cuda_counts_them(devices_here: Path) -> None:
     for name in ("nvidia2", "nvidia3", "nvidiactl", "nvidia-uvm"):  # as in a container that has two of four
         (devices_here / name).touch()
     assert memory.has_gpu()
@@ -148,7 +148,7 @@ def test_without_a_gpu_each_rank_has_cores_of_its_own(monkeypatch: pytest.Monkey
     assert cores(2) == [None, None], "as it is said for all"
 
 
-def test_each_rank_has_a_log_and_tells_its_progress(tmp_path: Path) -> None:
+def test_each_rank_has_a_log_and_reports_its_progress(tmp_path: Path) -> None:
     told: list[str] = []
     planned = plan(2, log_path=tmp_path / "server.log", progress=told.append)
     assert [rank["log_path"].name for rank in planned] == ["server-rank-0.log", "server-rank-1.log"]
@@ -258,7 +258,7 @@ def test_a_launch_that_is_interrupted_twice_ends_every_server(
     assert (sorted(machine.closed), machine.ended) == ([0, 1], [3])
 
 
-def test_a_launch_that_is_given_up_ends_every_server(servers: list[ScriptedServer]) -> None:
+def test_a_launch_that_is_abandoned_ends_every_server(servers: list[ScriptedServer]) -> None:
     machine, cancel = Machine([servers[0], None]), threading.Event()
     cancel.set()
     with pytest.raises(EngineClosedError):
@@ -319,7 +319,7 @@ def test_ranks_are_processes_that_start_and_end_together(processes: None, tmp_pa
     assert until(lambda: not rank_processes(), 20)
 
 
-def test_of_a_launch_in_which_one_process_fails_none_is_left(processes: None, tmp_path: Path) -> None:
+def test_a_launch_with_one_failed_process_leaves_none(processes: None, tmp_path: Path) -> None:
     first = two_free_ports()
     with pytest.raises(EngineStartError, match=rf"rank 1 of 2, at port {first + 1}: .*no room for the model"):
         Engine.launch(

@@ -47,7 +47,7 @@ def servers() -> Iterator[list[ScriptedServer]]:
 
 @pytest.fixture
 def handle(servers: list[ScriptedServer], monkeypatch: pytest.MonkeyPatch) -> Iterator[ScriptedHandle]:
-    monkeypatch.setattr("ragcache_core.client.ordering.cached_prefixes._ASK_EVERY_S", 0.02)
+    monkeypatch.setattr("ragcache_core.client.ordering.cached_prefixes._POLL_INTERVAL_S", 0.02)
     with ExitStack() as stack:
         joined = [stack.enter_context(Engine.connect(s.url, api_key="key", tokenizer=False)) for s in servers]
         replicas = {f"replica-{i}": EngineReplica(engine, f"replica-{i}") for i, engine in enumerate(joined)}
@@ -107,7 +107,7 @@ def rendezvous_replica(handle: ScriptedHandle, shown: RenderedPrompt) -> str:
     return ask.sent_to
 
 
-def tell(server: ScriptedServer, shown: RenderedPrompt, *documents: str) -> None:
+def publish(server: ScriptedServer, shown: RenderedPrompt, *documents: str) -> None:
     """Have a server say that it has these documents cached, behind the static prefix of a prompt."""
     prefix = static_prefix_digest(shown.token_ids, shown.segments)
     assert prefix is not None
@@ -133,16 +133,16 @@ def test_the_order_is_that_of_the_replica_that_has_the_documents_and_it_gets_the
 ) -> None:
     documents = [Document(n, f"The text of {n} is here.") for n in ("a", "b")]
     for server, has in zip(servers, (("x",), ("b", "a"), ("y",)), strict=True):
-        tell(server, prompt(engine, "b", "a"), *has)
+        publish(server, prompt(engine, "b", "a"), *has)
     assert engine.integration.ordering.refresh(), "of all replicas, through the front"
     arranged = engine.arrange_documents(documents, "cache_aware").documents
     assert [d.doc_id for d in arranged] == ["b", "a"]
     shown = PromptLayout().render(engine.tokenizer, arranged, "Who?")
-    num_asked = 0
+    num_submitted = 0
 
     def goes_there() -> bool:  # as soon as the front follows the mirrors, which its first request begins
-        nonlocal num_asked
-        num_asked += 1
+        nonlocal num_submitted
+        num_submitted += 1
         before = asked(servers)[1]
         engine.generate(shown)
         return asked(servers)[1] > before
@@ -168,7 +168,7 @@ def test_a_requests_figures_are_asked_of_the_replica_that_answered_and_of_all_wh
     assert figures.json()["num_gpu_tokens"] is not None
 
 
-def test_a_speculation_is_confirmed_where_it_was_sent_whichever_front_is_told(
+def test_a_speculation_is_confirmed_at_its_replica_through_any_front(
     handle: ScriptedHandle, engine: Engine, servers: list[ScriptedServer]
 ) -> None:
     for name in NAMES[:3]:
@@ -223,7 +223,7 @@ def test_figures_of_the_others_do_not_wait_for_a_replica_that_never_answers(
     handle: ScriptedHandle, engine: Engine, servers: list[ScriptedServer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for server in servers:
-        tell(server, prompt(engine, "a"), "a")
+        publish(server, prompt(engine, "a"), "a")
     monkeypatch.setattr("ragcache_core.client.ray_serve.engine_replica._FIGURES_TIMEOUT_S", 0.5)
     root = engine.base_url.removesuffix("/v1")
     with socket.create_server(("127.0.0.1", 0)) as silent, httpx.Client(base_url=root, headers=KEY, timeout=20) as http:
@@ -235,7 +235,7 @@ def test_figures_of_the_others_do_not_wait_for_a_replica_that_never_answers(
         assert len(http.get("/v1/ragcache/cached_paths").json()["engines"]) == 2
 
 
-def test_what_is_forgotten_is_forgotten_by_all_or_it_is_said_that_it_is_not(
+def test_what_is_forgotten_is_forgotten_by_all_or_it_is_reported_that_it_is_not(
     handle: ScriptedHandle, engine: Engine, servers: list[ScriptedServer]
 ) -> None:
     for server, known in zip(servers, (("a",), ("b",), ()), strict=True):
@@ -268,7 +268,7 @@ def test_what_a_replica_that_fails_had_not_begun_to_answer_is_answered_by_anothe
     assert asked(servers)[home] == 2, "it rests, and is dead besides"
 
 
-def test_a_request_of_which_replicas_die_is_not_sent_to_all_of_them(
+def test_a_request_that_crashes_replicas_is_not_sent_to_all_of_them(
     handle: ScriptedHandle, servers: list[ScriptedServer]
 ) -> None:
     for server in servers:
@@ -311,7 +311,7 @@ def test_while_no_replica_takes_requests_they_wait_and_are_answered_when_one_doe
     assert "no replica answers" in answer.text
 
 
-def test_while_there_is_no_replica_probes_are_told_so_and_do_not_wait(
+def test_probes_fail_at_once_while_there_is_no_replica(
     handle: ScriptedHandle, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     root = engine.base_url.removesuffix("/v1")
@@ -362,7 +362,7 @@ def test_requests_that_are_refused_and_names_that_need_quoting_pass_as_they_are(
 
 
 @pytest.mark.parametrize("route", ["completions", "ragcache/documents/forget", "ragcache/speculations/x/confirm"])
-def test_who_has_no_key_is_asked_for_it_before_his_body_is_read_or_any_replica_is_asked(
+def test_a_request_without_a_key_is_rejected_before_its_body_is_read(
     handle: ScriptedHandle, servers: list[ScriptedServer], route: str
 ) -> None:
     with served(front(handle, 1.0)) as url, socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2]))) as raw:
@@ -372,7 +372,7 @@ def test_who_has_no_key_is_asked_for_it_before_his_body_is_read_or_any_replica_i
     assert not any(server.cache_questions or server.requests for server in servers)
 
 
-def test_a_body_that_no_engine_takes_is_refused_whether_its_length_is_told_or_not(
+def test_a_body_that_no_engine_takes_is_refused_with_and_without_a_length(
     handle: ScriptedHandle, servers: list[ScriptedServer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("ragcache_core.client.ray_serve.front._MAX_BODY_BYTES", 1000)
@@ -386,7 +386,7 @@ def test_a_body_that_no_engine_takes_is_refused_whether_its_length_is_told_or_no
     assert sum(asked(servers)) == 1
 
 
-def test_a_tenants_key_passes_the_door_and_the_engine_decides(
+def test_a_tenants_key_passes_authentication_and_the_engine_decides(
     handle: ScriptedHandle, servers: list[ScriptedServer]
 ) -> None:
     for server in servers:

@@ -63,7 +63,7 @@ def known() -> ReplicaStates:
     return replicas
 
 
-def asking(document: str = "a", **more: Any) -> ReplicaRequest:
+def new_request(document: str = "a", **more: Any) -> ReplicaRequest:
     return ReplicaRequest(
         "POST", "/v1/completions", [], b"", PromptInfo((document,), (120,), 20, 130, PREFIX, document), **more
     )
@@ -80,14 +80,14 @@ def test_a_request_goes_where_its_documents_are_cached(known: ReplicaStates, nam
     paths.set(PathChange(PREFIX, (), 20))
     paths.set(PathChange(PREFIX, ("a",), 120))
     Mirror.said[f"http://{name}/v1"] = paths
-    chosen, *others = known.choose(NAMES, asking())
+    chosen, *others = known.choose(NAMES, new_request())
     assert chosen == name
     assert set(others) == set(NAMES) - {name}, "they may get it if that one is full"
 
 
 @pytest.mark.parametrize("how", ["answered", "given up", "moved", "never sent"])
 def test_however_a_request_ends_it_counts_nowhere_afterwards(known: ReplicaStates, how: str) -> None:
-    ask = asking()
+    ask = new_request()
     home = known.choose(NAMES, ask)[0]
     assert idlest(known)[0] != home
     if how == "answered":
@@ -103,28 +103,28 @@ def test_however_a_request_ends_it_counts_nowhere_afterwards(known: ReplicaState
         known.choose(NAMES, ask)
     for name in NAMES:
         if name != home:
-            known.choose([name], asking())  # with something to do
+            known.choose([name], new_request())  # with something to do
     assert idlest(known)[0] == home
 
 
-def test_a_request_that_is_given_up_while_it_is_chosen_again_counts_once_and_ends_once(known: ReplicaStates) -> None:
-    ask = asking()
+def test_a_request_cancelled_while_rescheduled_counts_once_and_ends_once(known: ReplicaStates) -> None:
+    ask = new_request()
     home = known.choose(NAMES, ask)[0]
     ask.end()
     for _ in range(3):
         known.choose([home], ask)
-    known.choose([home], asking())
+    known.choose([home], new_request())
     assert idlest(known)[0] != home
 
 
 def test_a_replica_that_failed_is_left_alone_while_others_are_there(known: ReplicaStates) -> None:
-    ask = asking()
+    ask = new_request()
     home = known.choose(NAMES, ask)[0]
     ask.failed()
     ask.end()
     assert home not in known.choose(NAMES, ask.again())
-    assert home not in known.choose(NAMES, asking()), "nor is it asked by others, for a while"
-    assert known.choose([home], asking()) == [home], "where there is no other one"
+    assert home not in known.choose(NAMES, new_request()), "nor is it asked by others, for a while"
+    assert known.choose([home], new_request()) == [home], "where there is no other one"
     last = ask.again()
     for _ in NAMES:
         known.choose(NAMES, last)
@@ -132,7 +132,7 @@ def test_a_replica_that_failed_is_left_alone_while_others_are_there(known: Repli
     assert known.choose(NAMES, last), "one is asked even where all have failed"
 
 
-def test_who_alone_can_answer_gets_it_and_anybody_where_that_one_is_gone(known: ReplicaStates) -> None:
+def test_a_request_goes_to_its_only_replica_and_to_any_once_that_is_gone(known: ReplicaStates) -> None:
     for name in NAMES:
         assert known.choose(NAMES, ReplicaRequest("POST", "/", [], b"", replica=name)) == [name]
     assert known.choose(NAMES, ReplicaRequest("POST", "/", [], b"", replica="gone"))
@@ -150,16 +150,16 @@ def test_a_replica_of_another_model_is_asked_nothing_while_an_older_one_runs(
     (said,) = [record.message for record in caplog.records]
     assert f"the replica at http://{third}/v1 has another model" in said
     assert "'another' and not 'm'" in said
-    assert third not in known.choose(NAMES, asking())
-    assert known.choose([third], asking()) == []
+    assert third not in known.choose(NAMES, new_request())
+    assert known.choose([third], new_request()) == []
     known.update({third: now[third]})  # as after an update of the application
-    assert known.choose([third], asking()) == [third]
+    assert known.choose([third], new_request()) == [third]
 
 
 def test_replicas_that_are_gone_are_followed_no_more(known: ReplicaStates) -> None:
     known.update(told("two", "four"))
     assert until(lambda: sorted(Mirror.closed) == ["http://one/v1", "http://three/v1"])
-    assert set(known.choose(["two", "four"], asking())) == {"two", "four"}
+    assert set(known.choose(["two", "four"], new_request())) == {"two", "four"}
 
 
 async def test_serves_router_asks_the_best_replica_first_and_notes_who_got_it() -> None:
@@ -173,7 +173,7 @@ async def test_serves_router_asks_the_best_replica_first_and_notes_who_got_it() 
     router._known = known = ReplicaStates(cast("Any", Mirror))
     known.update(told(*NAMES))
     replicas: list[Any] = [SimpleNamespace(replica_id=SimpleNamespace(unique_id=name)) for name in NAMES]
-    ask = asking()
+    ask = new_request()
     pending = PendingRequest(args=[ask], kwargs={}, metadata=cast("Any", None))
     (best,), others = await router.choose_replicas(replicas, pending)
     assert best.replica_id.unique_id == ask.sent_to
@@ -246,7 +246,7 @@ def test_replicas_may_follow_the_load_as_serve_has_it() -> None:
     assert front.num_replicas == 2
 
 
-def test_the_door_knows_the_keys_that_its_engines_know(tmp_path: Path) -> None:
+def test_the_ingress_accepts_the_keys_of_its_engines(tmp_path: Path) -> None:
     pytest.importorskip("ray.serve", reason="ray[serve] is not installed")
     file = tmp_path / "tenants.toml"
     secret, key, operators = "s" * 32, "t" * 16, "o" * 16

@@ -100,7 +100,7 @@ async def test_what_is_read_later_than_it_is_found_is_left_out_and_holds_nothing
 
 
 @pytest.mark.parametrize("num_read", [0, 1, 2])
-async def test_who_leaves_early_leaves_no_search_behind(num_read: int) -> None:
+async def test_a_cancelled_client_leaves_no_search(num_read: int) -> None:
     recent, store = RecentQuestions(), Store()
     await ask(recent, store)
     updates = recent.stages(store.search(), "Who?", store.read)

@@ -191,7 +191,7 @@ def test_a_server_that_has_lost_its_registrations_gets_them_again(caplog: pytest
     assert [record.getMessage()[:21] for record in caplog.records] == ["RC-REGISTRATIONS-GONE"]
 
 
-def test_the_statistics_of_an_answer_tell_of_a_lost_registry() -> None:
+def test_the_statistics_of_an_answer_report_a_lost_registry() -> None:
     with ScriptedServer(cache=THREE_TIERS, root=str(DEMO_MODEL)) as server, Engine.connect(server.url) as engine:
         seen: list[str | None] = []
         engine._cache_stats._on_epoch = seen.append

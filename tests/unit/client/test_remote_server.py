@@ -77,7 +77,9 @@ def test_figures_of_a_server_that_is_gone_are_not_waited_for(server: ScriptedSer
     engine.close()
 
 
-async def test_an_engine_that_hangs_ends_what_waits_for_it_with_an_error_that_says_why(server: ScriptedServer) -> None:
+async def test_an_engine_that_hangs_ends_what_waits_for_it_with_an_error_that_reports_why(
+    server: ScriptedServer,
+) -> None:
     server.rules = [lambda _: Reply("never", wait_s=60)]
     with connect(server, restart_timeout_s=0.3) as engine:
         threading.Timer(0.3, lambda: setattr(server, "hang", "VLLM::EngineCore is stopped")).start()
@@ -101,7 +103,7 @@ def test_a_server_that_says_nothing_at_all_hangs(server: ScriptedServer, monkeyp
         watch.close()
 
 
-def test_nobody_looks_at_a_server_that_nobody_waits_for(server: ScriptedServer) -> None:
+def test_no_health_check_is_sent_without_waiting_requests(server: ScriptedServer) -> None:
     def is_watched() -> bool:
         return any(thread.name == "ragcache-joined-server" for thread in threading.enumerate())
 
@@ -114,7 +116,7 @@ def test_nobody_looks_at_a_server_that_nobody_waits_for(server: ScriptedServer) 
 
 
 @pytest.mark.parametrize(("temperature", "is_resampled"), [(0.0, False), (0.7, True)])
-async def test_an_answer_that_continued_says_how(
+async def test_an_answer_that_continued_reports_how(
     server: ScriptedServer, temperature: float, is_resampled: bool
 ) -> None:
     server.names_tokens, server.rules = True, [rest_of("one two three four")]

@@ -56,7 +56,7 @@ def test_a_question_that_quotes_a_document_keeps_it() -> None:
 
 
 @pytest.mark.parametrize("joint", [" ", "\n", ' "'], ids=["space", "line", "quote"])
-def test_documents_that_begin_alike_get_different_references(joint: str) -> None:
+def test_documents_with_the_same_beginning_get_different_references(joint: str) -> None:
     head = f"Acme Corp internal{joint}handbook, revision of May 2026, confidential."
     holidays, sick = f"{head} Holidays: thirty days. {ZOR}", f"{head} Sick leave: six weeks. {ZOR}"
     documents = [("holidays", holidays), ("sick", sick)]

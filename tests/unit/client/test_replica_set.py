@@ -57,7 +57,7 @@ def replica_set(num: int = 3) -> ReplicaSet:
     return ReplicaSet(cast("Any", engines), None)
 
 
-def asking(document: str = "a", **body: object) -> httpx.Request:
+def new_request(document: str = "a", **body: object) -> httpx.Request:
     named = {"ragcache": {"documents": [{"id": document, "start": 0}]}}
     asked = {"prompt": "Who?", "kv_transfer_params": named, **body}
     return httpx.Request("POST", f"{HOME}/v1/completions", content=json.dumps(asked))
@@ -107,7 +107,7 @@ def routed(replicas: ReplicaSet) -> Blocking:
 
 def ask(transport: Blocking, document: str, how: str) -> None:
     try:
-        response = transport.handle_request(asking(document, user=how))
+        response = transport.handle_request(new_request(document, user=how))
     except (httpx.ConnectError, KeyboardInterrupt):
         return
     try:
@@ -134,7 +134,7 @@ def test_however_requests_end_none_of_them_counts_afterwards(asked: list[tuple[s
 @pytest.mark.parametrize("num_read", [0, 1, 2])
 def test_an_answer_that_is_left_without_closing_it_does_not_count(num_read: int) -> None:
     replicas = replica_set()
-    response = routed(replicas).handle_request(asking(user="said"))
+    response = routed(replicas).handle_request(new_request(user="said"))
     parts = iter(cast("httpx.SyncByteStream", response.stream))
     assert next(parts) == b"one"  # as the transport above does before it hands an answer on
     for _ in range(num_read):
@@ -148,7 +148,7 @@ def test_an_answer_that_is_left_without_closing_it_does_not_count(num_read: int)
 async def test_an_asynchronous_answer_that_is_left_does_not_count() -> None:
     replicas = replica_set()
     inner = httpx.MockTransport(lambda _: httpx.Response(200, stream=AsyncBody()))
-    response = await AsyncRoutedTransport(replicas, inner).handle_async_request(asking())
+    response = await AsyncRoutedTransport(replicas, inner).handle_async_request(new_request())
     parts = aiter(cast("httpx.AsyncByteStream", response.stream))
     assert await anext(parts) == b"one"
     assert sum(load(replicas)) == 1
@@ -158,7 +158,7 @@ async def test_an_asynchronous_answer_that_is_left_does_not_count() -> None:
 
 def test_an_answer_that_is_collected_while_its_thread_counts_is_counted_afterwards() -> None:
     replicas = replica_set()
-    sending = replicas.send(asking())
+    sending = replicas.send(new_request())
 
     def collect() -> None:
         with replicas.known():
@@ -195,7 +195,7 @@ def test_requests_of_many_threads_are_counted_right() -> None:
 def test_none_has_more_than_its_share_of_what_is_being_answered(documents: list[str], num: int) -> None:
     replicas = replica_set(num)
     for number, document in enumerate(documents, 1):
-        replicas.send(asking(document))
+        replicas.send(new_request(document))
         assert max(load(replicas)) <= -(-1.25 * number // num)
     assert sum(load(replicas)) == len(documents)
 
@@ -205,7 +205,7 @@ def test_a_fork_chooses_none_and_waits_for_no_lock_of_its_parent() -> None:
 
     def ask() -> None:
         with pytest.raises(EngineForkedError):
-            replicas.send(asking())
+            replicas.send(new_request())
 
     with replicas._lock:  # as another thread of the parent may have it
         assert in_a_fork(ask)
@@ -213,13 +213,13 @@ def test_a_fork_chooses_none_and_waits_for_no_lock_of_its_parent() -> None:
 
 def test_a_request_that_cannot_be_sent_counts_nowhere() -> None:
     replicas = replica_set()
-    nameless = asking()
+    nameless = new_request()
     del nameless.headers["Host"]
     replicas.send(nameless).end()
     for replica in replicas.all:
         replica.name = "http://no\naddress"
     with pytest.raises(httpx.InvalidURL):
-        replicas.send(asking())
+        replicas.send(new_request())
     assert load(replicas) == [0, 0, 0]
 
 
@@ -228,7 +228,7 @@ def test_a_request_is_over_even_where_its_replica_cannot_be_looked_at(
     error: BaseException, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     replicas = replica_set()
-    sending = replicas.send(asking())
+    sending = replicas.send(new_request())
 
     def request_health_check(_: FakeWatch, __: int) -> None:
         raise RuntimeError("can't start new thread")
@@ -242,13 +242,13 @@ def test_a_request_is_over_even_where_its_replica_cannot_be_looked_at(
 @pytest.mark.parametrize("retry_after", ["1", "nan", "inf", "-1", "Wed, 21 Oct 2026 07:28:00 GMT", "", None])
 def test_a_drained_replica_rests_whatever_it_says_of_how_long(retry_after: str | None) -> None:
     replicas = replica_set()
-    sending = replicas.send(asking())
+    sending = replicas.send(new_request())
     drained = str(sending.request.url.host)
     headers = {} if retry_after is None else {"Retry-After": retry_after}
     with pytest.raises(httpx.ConnectError):
         sending.answered(httpx.Response(503, headers=headers))
     sending.end()
-    assert replicas.send(asking()).request.url.host != drained
+    assert replicas.send(new_request()).request.url.host != drained
 
 
 @pytest.mark.parametrize(("retry_after", "rest_s"), [("7", 7.0), (None, 2.0), ("1e9", 60.0)])
@@ -258,7 +258,7 @@ def test_after_as_long_as_it_said_a_drained_replica_gets_what_hashes_to_it(
     now_s = 1000.0
     monkeypatch.setattr("ragcache_core.client.fleet.replicas.time", SimpleNamespace(monotonic=lambda: now_s))
     replicas = replica_set()
-    sending = replicas.send(asking())
+    sending = replicas.send(new_request())
     home = sending.request.url.host
     headers = {} if retry_after is None else {"Retry-After": retry_after}
     with pytest.raises(httpx.ConnectError):
@@ -266,7 +266,7 @@ def test_after_as_long_as_it_said_a_drained_replica_gets_what_hashes_to_it(
     sending.end()
     for wait_s, is_back in ((rest_s - 0.1, False), (0.2, True)):
         now_s += wait_s
-        again = replicas.send(asking())
+        again = replicas.send(new_request())
         again.end()
         assert (again.request.url.host == home) is is_back
 
@@ -274,22 +274,22 @@ def test_after_as_long_as_it_said_a_drained_replica_gets_what_hashes_to_it(
 @pytest.mark.parametrize("status", [502, 503])
 def test_a_replica_that_its_proxy_does_not_reach_is_left_for_another(status: int) -> None:
     replicas = replica_set(2)
-    sending = replicas.send(asking())
+    sending = replicas.send(new_request())
     with pytest.raises(httpx.ConnectError):
         sending.answered(httpx.Response(status))
     sending.end()
-    other = replicas.send(asking())
+    other = replicas.send(new_request())
     assert other.request.url.host != sending.request.url.host
     other.answered(httpx.Response(status))  # no replica is left: it is the answer
 
 
 def test_figures_are_asked_of_who_gave_the_rest_whatever_an_answer_is_called() -> None:
     replicas = replica_set(2)
-    first = replicas.send(asking(request_id="50% of a/b"))
+    first = replicas.send(new_request(request_id="50% of a/b"))
     name = first.request.headers["X-Request-Id"]
     replicas.all[[replica.load.num_running for replica in replicas.all].index(1)].rest(60)
     first.end()
-    rest = replicas.send(asking(request_id=name))
+    rest = replicas.send(new_request(request_id=name))
     rest.end()
     url = f"{HOME}/v1/ragcache/requests/{quote('cmpl-' + name, safe='')}"
     asked = replicas.send(httpx.Request("GET", url)).request
@@ -299,20 +299,20 @@ def test_figures_are_asked_of_who_gave_the_rest_whatever_an_answer_is_called() -
 
 def test_what_a_proxy_gave_up_waiting_for_is_not_computed_by_another_too() -> None:
     replicas = replica_set(2)
-    sending = replicas.send(asking())
+    sending = replicas.send(new_request())
     sending.answered(httpx.Response(504))  # it is the answer: this replica may still be at it
     sending.end()
-    assert replicas.send(asking()).request.url.host == sending.request.url.host
+    assert replicas.send(new_request()).request.url.host == sending.request.url.host
 
 
-def test_what_is_worth_one_try_marks_no_replica() -> None:
+def test_a_failed_single_try_marks_no_replica() -> None:
     replicas = replica_set(1)
     (replica,) = replicas.all
     replica.engine.integration.watch.healthy_since = lambda _: False  # type: ignore[method-assign, assignment]  # a fake
     once = httpx.Request("GET", f"{HOME}/v1/ragcache/stats", extensions=NO_RETRY)
     replicas.send(once).failed(httpx.ConnectTimeout("late"))
     assert replica.is_ready()
-    replicas.send(asking()).failed(httpx.ConnectTimeout("late"))
+    replicas.send(new_request()).failed(httpx.ConnectTimeout("late"))
     assert not replica.is_ready()
 
 
@@ -323,7 +323,7 @@ def test_the_figures_of_an_answer_that_went_on_elsewhere_are_asked_of_who_gave_t
     name = first = ""
     hosts = []
     for turn in range(3):  # as an answer that was cut twice is asked for
-        request = asking(request_id=name) if name else asking()
+        request = new_request(request_id=name) if name else new_request()
         request.headers.update(headers)
         sending = replicas.send(request)
         name = sending.request.headers["X-Request-Id"]
@@ -345,7 +345,7 @@ def test_the_figures_of_an_answer_that_went_on_elsewhere_are_asked_of_who_gave_t
 )
 def test_a_request_keeps_the_id_that_its_body_names_where_a_header_can_hold_it(said: object, sent: str) -> None:
     replicas = replica_set()
-    sending = replicas.send(asking(request_id=said))
+    sending = replicas.send(new_request(request_id=said))
     name = sending.request.headers["X-Request-Id"]
     place = [replica.load.num_running for replica in replicas.all].index(1)
     assert name == f"{sent}{place}" if sent else len(name) == len(f"-r{place}") + 32
@@ -358,14 +358,14 @@ def test_replicas_that_come_and_go_under_requests_leave_no_count_and_no_cached_p
     answering = httpx.MockTransport(lambda _: httpx.Response(200, stream=AsyncBody()))
     transport = Blocking(AsyncRoutedTransport(replicas, answering))
     errors: list[BaseException] = []
-    is_over, has_paths = threading.Event(), threading.Event()
+    stopped, has_paths = threading.Event(), threading.Event()
 
     def run(seed: int) -> None:
         chosen = random.Random(seed)
         try:
-            while not is_over.is_set():
+            while not stopped.is_set():
                 named = {"ragcache": {"documents": [{"id": chosen.choice("abcd"), "start": 10, "end": 30}]}}
-                request = asking(prompt=[*range(40)], kv_transfer_params=named)
+                request = new_request(prompt=[*range(40)], kv_transfer_params=named)
                 with closing(transport.handle_request(request).stream) as stream:  # type: ignore[type-var]
                     if len(replicas.index):
                         has_paths.set()
@@ -382,7 +382,7 @@ def test_replicas_that_come_and_go_under_requests_leave_no_count_and_no_cached_p
         replicas.add(each.engine)
         retired.append(replicas.all[0])
         replicas.remove(replicas.all[0])
-    is_over.set()
+    stopped.set()
     for thread in threads:
         thread.join()
     assert errors == []

@@ -22,7 +22,7 @@ def stream_of(body: dict[str, Any], defaults: str | None = "{}") -> ResumableStr
     """The stream of a request's answer, whose first bytes have come from a server that adds ``defaults`` to it."""
     stream = ResumableStream.of(request_of(body))
     assert stream is not None
-    stream.learn(defaults)
+    stream.set_defaults(defaults)
     return stream
 
 
@@ -66,7 +66,7 @@ def read_through(
             ends = ends or [None]
         if ends:
             asked = rest_after(stream)
-    assert stream.is_over
+    assert stream.is_finished
     return got
 
 
@@ -134,7 +134,7 @@ def test_a_completion_that_says_no_limit_has_the_protocols(tokens: tuple[str, ..
         (None, False),
     ],
 )
-def test_it_goes_on_only_where_the_server_says_what_it_adds_and_that_does_no_harm(
+def test_it_goes_on_only_where_the_server_reports_what_it_adds_and_that_does_no_harm(
     defaults: str | None, goes_on: bool
 ) -> None:
     stream = stream_of(body_of(True), defaults)
@@ -165,7 +165,7 @@ def test_little_is_generated_twice() -> None:
     assert (asked["prompt"], asked["max_tokens"]) == ([*PROMPT, 100, 101, 102], 6)
 
 
-def test_where_an_answer_is_told_otherwise_from_the_middle_it_is_told_again_from_its_beginning() -> None:
+def test_an_answer_that_differs_from_the_middle_on_is_replayed_from_its_beginning() -> None:
     """As after a part of a character, and by a parser of answers that has no second beginning."""
     words = ("a beginning", " of some length", ", and a rest that is", " longer", " still", " and", " lost")
     stream = stream_of(body_of(False))
@@ -200,7 +200,7 @@ def test_a_chat_goes_on_with_its_documents_and_its_own_settings() -> None:
     assert (asked["max_completion_tokens"], asked["min_tokens"], asked["top_p"]) == (4, 1, 0.5)
 
 
-def test_the_death_of_the_engine_in_a_stream_cuts_it_and_is_not_told() -> None:
+def test_a_crash_of_the_engine_cuts_a_stream_without_a_message() -> None:
     stream = stream_of(body_of(False))
     data = GreedyServer(("one", " two")).answer(json.loads(stream.request().content))
     got = stream.read(data[: data.find(b'" two"')])

@@ -28,7 +28,7 @@ def stream_of(body: dict[str, Any]) -> ResumableStream:
     kind = "chat/completions" if "messages" in body else "completions"
     stream = ResumableStream.of(httpx.Request("POST", f"http://host/v1/{kind}", json=body))
     assert stream is not None
-    stream.learn("{}")
+    stream.set_defaults("{}")
     return stream
 
 
@@ -107,7 +107,7 @@ def test_wherever_it_is_cut_the_client_gets_the_text_of_the_tokens_that_the_last
     assume(len(known) < 25)
     server = server_of(tuple(known), interval)
     got += stream.read(server.answer(json.loads(asked.content)))
-    assert stream.is_over
+    assert stream.is_finished
     whole = server.answer(body)
     assert text_of(got) == text_of(whole)
     (*_, last, usage), (*_, expected, counted) = events_of(got), events_of(whole)
@@ -144,7 +144,7 @@ def test_text_is_passed_on_as_it_arrives_unless_a_stop_string_may_have_begun() -
 
 
 @pytest.mark.parametrize(("decode", "continues"), [(None, False), (decoder_of(("a", "", "é", "b")), True)])
-def test_an_event_may_end_in_a_character_which_only_a_tokenizer_tells(
+def test_an_event_may_end_within_a_character_that_only_a_tokenizer_knows(
     decode: Callable[[Sequence[int]], str] | None, continues: bool
 ) -> None:
     stream = stream_of(body_of())

@@ -100,7 +100,7 @@ def test_two_prompts_have_the_same_salt_where_their_documents_ask_for_the_same_g
     assert (salts[0] is None) == (not needed(one))
 
 
-def test_who_may_read_one_of_two_groups_shares_nothing_with_who_needs_both(engine: Engine) -> None:
+def test_a_reader_of_one_group_shares_nothing_with_a_reader_of_both(engine: Engine) -> None:
     prompts = [[SUN], [SUN, WAGES], [WAGES], [WAGES, SUIT], [BOTH], [SUN, BOTH, WAGES]]
     salts = [
         engine.integration.prompts.plan_rendered(
@@ -176,7 +176,7 @@ def test_of_documents_with_the_same_id_no_groups_are_forgotten() -> None:
     assert remembered.facts.acls_of(["wages", None, "unknown"]) == {("hr",), ("legal",)}
 
 
-def test_what_any_retriever_of_the_process_returned_counts_for_every_engine_and_no_engine_tells_another() -> None:
+def test_documents_of_any_retriever_count_for_every_engine_of_the_process() -> None:
     one, other = DocumentFacts(RETRIEVED.facts), DocumentFacts(RETRIEVED.facts)
     RETRIEVED.facts.add([WAGES])
     one.add([SUIT])

@@ -74,7 +74,7 @@ def test_a_terminal_gets_the_log() -> None:
     assert b"Beautiful is better" in said
 
 
-def test_a_named_pipe_gets_the_log_and_a_reader_who_leaves_stops_nobody(tmp_path: Path) -> None:
+def test_a_named_pipe_gets_the_log_and_survives_a_closed_reader(tmp_path: Path) -> None:
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo)
     assert is_stream(fifo)
@@ -88,11 +88,11 @@ def test_a_named_pipe_gets_the_log_and_a_reader_who_leaves_stops_nobody(tmp_path
         os.write(log.descriptor, b"x" * 4096)
     os.write(log.descriptor, b"ValueError: 1\n")
     log.hand_over()
-    assert log.text(is_over=True).endswith("ValueError: 1\n")
+    assert log.text(has_exited=True).endswith("ValueError: 1\n")
     assert len(log.text()) <= 1 << 18
 
 
-def test_a_file_keeps_earlier_runs_and_tells_of_its_own_only(tmp_path: Path) -> None:
+def test_a_file_keeps_earlier_runs_and_reports_its_own_only(tmp_path: Path) -> None:
     path = tmp_path / "logs" / "server.log"
     for number in range(2):
         log = ServerLog(path)
@@ -103,7 +103,7 @@ def test_a_file_keeps_earlier_runs_and_tells_of_its_own_only(tmp_path: Path) -> 
     assert not is_stream(path)
 
 
-def test_a_log_that_cannot_be_written_is_refused_with_a_cure(tmp_path: Path) -> None:
+def test_a_log_that_cannot_be_written_is_refused_with_a_hint(tmp_path: Path) -> None:
     from ragcache_core.errors import EngineStartError
 
     with pytest.raises(EngineStartError, match="cannot write the server's log .*; set log_path"):

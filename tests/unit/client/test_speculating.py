@@ -116,11 +116,11 @@ WAYS = [
     (llamaindex_inside, of_llamaindex),
 ]
 ways = pytest.mark.parametrize(("rehearsed", "ask"), WAYS, ids=lambda way: way.__name__)
-asked_anyhow = pytest.mark.parametrize("ask", [of_the_engine, of_the_engine_in_a_loop])
+sent_unconditionally = pytest.mark.parametrize("ask", [of_the_engine, of_the_engine_in_a_loop])
 
 
 @ways
-def test_the_real_request_joins_the_speculation_and_the_engine_is_asked_once(
+def test_the_real_request_joins_the_speculation_and_the_engine_is_called_once(
     server: ScriptedServer, engine: Engine, rehearsed: Callable[[Engine], object], ask: Callable[[Engine], str]
 ) -> None:
     server.script(SLOW)
@@ -157,7 +157,9 @@ def test_a_rehearsal_sends_nothing_and_captures_what_would_have_been_sent(
     assert captured.url == f"{engine.base_url}/chat/completions"
 
 
-def test_a_speculation_asks_what_the_request_asks_and_says_what_it_is(server: ScriptedServer, engine: Engine) -> None:
+def test_a_speculation_asks_what_the_request_asks_and_reports_what_it_is(
+    server: ScriptedServer, engine: Engine
+) -> None:
     layout, documents = PromptLayout(), [Document("zorval", "Zorval was founded by Anna.")]
     prompt = layout.render(engine.tokenizer, documents, "Who?")
     assert done(speculate(engine, lambda: engine.generate(prompt)))
@@ -280,7 +282,7 @@ def test_a_whole_answer_that_is_cancelled_is_not_joined(server: ScriptedServer, 
     assert of_the_engine(engine) == "fresh"
 
 
-@asked_anyhow
+@sent_unconditionally
 @pytest.mark.parametrize(
     "failure", [ENGINE_DEAD, Refusal(400, "no"), Refusal(503, "later"), Reply("cut here", cut_after_tokens=1)]
 )
@@ -295,9 +297,7 @@ def test_a_failed_speculation_is_as_if_it_had_never_been(
     assert ask(engine) == "sent"
 
 
-def test_an_error_inside_a_stream_fails_a_speculation_that_nobody_joined(
-    server: ScriptedServer, engine: Engine
-) -> None:
+def test_an_error_inside_a_stream_fails_an_unadopted_speculation(server: ScriptedServer, engine: Engine) -> None:
     server.script(Reply("half an answer", error_after_tokens=1), Reply("sent"))
     speculation = speculate(engine, lambda: engine_stream(engine))
     assert done(speculation)
@@ -319,7 +319,7 @@ async def test_an_error_event_that_arrives_in_two_pieces_is_seen() -> None:
     assert response.last_bytes() == pieces[0]
 
 
-@asked_anyhow
+@sent_unconditionally
 def test_a_request_that_joined_is_sent_when_the_engine_dies_before_the_first_token(
     server: ScriptedServer, engine: Engine, ask: Callable[[Engine], str]
 ) -> None:
@@ -354,7 +354,7 @@ def test_an_answer_that_was_joined_goes_on_when_its_engine_hangs_and_is_back(
     assert "".join(chunk.text for chunk in stream) == " two three"
 
 
-@asked_anyhow
+@sent_unconditionally
 def test_a_greedy_answer_that_was_joined_and_is_cut_off_goes_on(
     server: ScriptedServer, engine: Engine, ask: Callable[[Engine], str]
 ) -> None:
@@ -366,7 +366,7 @@ def test_a_greedy_answer_that_was_joined_and_is_cut_off_goes_on(
     assert [request.speculation for request in server.requests] == [speculation.id, None]
 
 
-@asked_anyhow
+@sent_unconditionally
 def test_a_reader_that_leaves_ends_the_request_in_the_engine(
     server: ScriptedServer, engine: Engine, ask: Callable[[Engine], str]
 ) -> None:
@@ -418,7 +418,7 @@ def test_an_interrupted_wait_for_a_speculation_ends_it(server: ScriptedServer, e
     assert until(lambda: len(server.aborted) == 1)
 
 
-@asked_anyhow
+@sent_unconditionally
 def test_a_request_that_joined_keeps_its_own_timeout(
     server: ScriptedServer, engine: Engine, ask: Callable[[Engine], str]
 ) -> None:
@@ -476,9 +476,7 @@ def test_a_request_is_sent_in_the_name_that_it_was_made_in(server: ScriptedServe
     assert mine.is_claimed
 
 
-def test_an_asker_is_not_given_anothers_speculation_and_what_nobody_asks_does_not_count_as_its_own(
-    server: ScriptedServer, engine: Engine
-) -> None:
+def test_a_request_does_not_adopt_a_speculation_of_another_scope(server: ScriptedServer, engine: Engine) -> None:
     server.script(Reply("mine"), Reply("again"))
     with request_scope("me"):
         mine = speculate(engine, lambda: of_the_engine(engine))
@@ -503,7 +501,7 @@ def test_its_owner_cannot_cut_off_the_answer_that_another_request_joined(
     assert server.aborted == []
 
 
-def test_whoever_wants_to_know_is_told_once_when_it_is_done(server: ScriptedServer, engine: Engine) -> None:
+def test_a_callback_is_called_once_when_the_speculation_ends(server: ScriptedServer, engine: Engine) -> None:
     server.script(Reply("yes", wait_s=0.05), NEVER)
     told: list[str] = []
     finished = speculate(engine, lambda: of_the_engine(engine))
@@ -576,13 +574,13 @@ def test_a_speculation_starts_as_much_later_than_it_was_sent_as_it_waited(
     speculation.abort()
 
 
-@pytest.mark.parametrize("is_told_late", [False, True])
+@pytest.mark.parametrize("is_reported_late", [False, True])
 def test_a_pause_is_not_hidden_search_time(
-    server: ScriptedServer, engine: Engine, is_told_late: bool, monkeypatch: pytest.MonkeyPatch
+    server: ScriptedServer, engine: Engine, is_reported_late: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(scripted_server, "_PATIENCE_S", 0.05)
-    if is_told_late:
-        monkeypatch.setattr(speculating, "_ASK_AGAIN_S", 0.2)  # the answer ends before it asks again
+    monkeypatch.setattr(scripted_server, "_TIMEOUT_S", 0.05)
+    if is_reported_late:
+        monkeypatch.setattr(speculating, "_RETRY_S", 0.2)  # the answer ends before it asks again
     server.script(Reply("one two", wait_s=0.1))
     speculation = speculate(engine, lambda: of_the_engine(engine))
     assert until(lambda: speculation.started_s == speculation.sent_s)
@@ -594,10 +592,10 @@ def test_a_pause_is_not_hidden_search_time(
     speculation.cancel()
 
 
-def test_an_engine_that_begins_late_is_asked_again(
+def test_an_engine_that_begins_late_is_queried_again(
     server: ScriptedServer, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(scripted_server, "_PATIENCE_S", 0.01)
+    monkeypatch.setattr(scripted_server, "_TIMEOUT_S", 0.01)
     server.script(NEVER)
     server.admits_after_s = None
     speculation = speculate(engine, lambda: of_the_engine(engine))
@@ -608,7 +606,7 @@ def test_an_engine_that_begins_late_is_asked_again(
     speculation.abort()
 
 
-def test_a_question_that_is_lost_is_asked_again(server: ScriptedServer, engine: Engine) -> None:
+def test_a_question_that_is_lost_is_queried_again(server: ScriptedServer, engine: Engine) -> None:
     server.script(NEVER)
     server.admits_after_s, server.cache_status = 0.05, 503
     speculation = speculate(engine, lambda: of_the_engine(engine))
@@ -619,10 +617,10 @@ def test_a_question_that_is_lost_is_asked_again(server: ScriptedServer, engine: 
 
 
 @pytest.mark.parametrize("says", ["nothing", "no such route"])
-def test_a_server_that_does_not_tell_is_left_alone_after_the_end(
+def test_a_server_without_statistics_is_not_polled_after_the_end(
     server: ScriptedServer, engine: Engine, says: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(scripted_server, "_PATIENCE_S", 0.01)
+    monkeypatch.setattr(scripted_server, "_TIMEOUT_S", 0.01)
     server.admits_after_s = None
     if says == "no such route":
         server.cache_status = 404
@@ -645,9 +643,7 @@ def test_a_speculation_that_was_read_to_its_end_is_done_and_not_cancelled(
     assert server.aborted == []
 
 
-def test_answers_that_nobody_asks_for_are_dropped(
-    server: ScriptedServer, engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unclaimed_answers_are_dropped(server: ScriptedServer, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(speculating, "_MAX_KEPT", 2)
     speculations = []
     for i in range(4):

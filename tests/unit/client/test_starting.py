@@ -27,7 +27,7 @@ from tests.unit.client.pipeline_scene import (
 # What is made ahead
 
 
-async def test_a_request_is_made_while_the_engine_is_asked_and_sent_once_it_has_told() -> None:
+async def test_a_request_is_prepared_during_the_load_query_and_sent_after_it() -> None:
     speculator, source, door = ScriptedSpeculator(), Source("a", "a", "a", "a"), ScriptedDoor()
     door.answers_after_s = 2.5 * STEP_S
     seen: list[tuple[int, int]] = []
@@ -57,7 +57,7 @@ async def test_no_thread_waits_for_room() -> None:
 
 
 @pytest.mark.parametrize("error", [None, RuntimeError("the index is gone")], ids=["final", "failed"])
-async def test_a_search_that_ends_before_the_engine_has_told_sends_nothing_and_no_start_goes_on(
+async def test_a_search_that_ends_before_the_load_is_reported_sends_nothing(
     error: Exception | None,
 ) -> None:
     speculator, door = ScriptedSpeculator(), ScriptedDoor()
@@ -68,7 +68,7 @@ async def test_a_search_that_ends_before_the_engine_has_told_sends_nothing_and_n
     assert (speculator.num_calls, speculator.sent) == (1, [])
 
 
-async def test_a_request_that_cannot_be_made_is_told_once_it_might_have_been_sent_and_made_again() -> None:
+async def test_a_request_that_cannot_be_built_is_reported_when_due_and_built_again() -> None:
     speculator, door = ScriptedSpeculator(error=KeyError("no such template")), ScriptedDoor()
     door.answers_after_s = 1.5 * STEP_S
     report = (await run(Source(*"aaaaaa"), door, speculator)).report

@@ -221,9 +221,7 @@ def test_restarts_are_counted_within_a_window_and_not_for_ever(own: Own) -> None
     assert "exit status -9" in owner.exit_reason()
 
 
-def test_a_server_whose_own_process_stands_still_and_does_not_answer_is_started_again(
-    own: Own, server: ScriptedServer
-) -> None:
+def test_a_server_with_a_stopped_process_is_restarted(own: Own, server: ScriptedServer) -> None:
     def start() -> FakeProcess:
         server.health_wait_s = 0.0
         return FakeProcess()
@@ -243,7 +241,7 @@ def test_a_busy_server_that_is_slow_to_say_how_it_is_is_left_alone(own: Own, ser
     assert owner.health() is Health.READY
 
 
-def test_a_server_that_takes_no_more_requests_is_left_alone_until_somebody_suspects_it(
+def test_a_server_that_rejects_requests_is_restarted_only_after_a_health_check_request(
     own: Own, server: ScriptedServer
 ) -> None:
     def start() -> FakeProcess:

@@ -91,7 +91,7 @@ def test_a_server_that_cannot_find_documents_in_requests_is_asked_before(server:
         assert len(server.laid_out) == 2, "tokenize is the other one"
 
 
-def test_a_server_that_tells_no_tokens_is_an_error_that_says_so() -> None:
+def test_a_server_that_reports_no_tokens_is_a_named_error() -> None:
     with ScriptedServer() as server, Engine.connect(server.url) as engine:
         assert engine.generate("Who?", max_tokens=2).text
         for ask in (lambda: engine.tokenize("Who?"), lambda: PromptLayout().render(engine.tokenizer, [SUN], "Why?")):
@@ -150,7 +150,7 @@ with Engine.connect(sys.argv[1], api_key="secret") as engine:
 
 
 @pytest.mark.parametrize("missing", ["faiss", "scipy"])
-def test_a_store_without_its_extra_says_what_to_install(missing: str, tmp_path: Path) -> None:
+def test_a_store_without_its_extra_reports_what_to_install(missing: str, tmp_path: Path) -> None:
     code = f"""
 import sys
 sys.modules[{missing!r}] = None

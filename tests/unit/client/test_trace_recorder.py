@@ -68,7 +68,7 @@ def test_a_recording_is_continued_by_an_engine_that_is_started_again(path: Path)
     assert [(r.arrival_s, r.doc_tokens) for r in read_trace(path)] == [(1.0, (1,)), (2.0, (2,))]
 
 
-def test_a_file_that_may_not_be_taken_is_refused_with_a_cure(path: Path, tmp_path: Path) -> None:
+def test_a_file_that_may_not_be_taken_is_refused_with_a_hint(path: Path, tmp_path: Path) -> None:
     path.write_text("precious\n")
     (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
     os.mkfifo(tmp_path / "pipe")
@@ -89,12 +89,12 @@ def test_a_file_that_an_engine_records_into_is_not_taken_by_another(path: Path) 
     recording_in_server(path)
 
 
-def test_nobody_waits_for_a_disk_that_does_not_answer(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    recorder, is_asked_for, goes_on = TraceRecorder(path), threading.Event(), threading.Event()
+def test_a_hanging_disk_delays_no_request(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recorder, is_requested, goes_on = TraceRecorder(path), threading.Event(), threading.Event()
 
     class Stuck:
         def write(self, line: bytes) -> None:
-            is_asked_for.set()
+            is_requested.set()
             goes_on.wait(60.0)
             raise OSError(28, "No space left on device")
 
@@ -105,7 +105,7 @@ def test_nobody_waits_for_a_disk_that_does_not_answer(path: Path, monkeypatch: p
         for key in range(1000):
             threads.submit(recorder.begin, key)
             threads.submit(recorder.end, key, [("d", 1)], 1, 1)
-    assert is_asked_for.wait(60.0), "all have ended, and the disk has not answered"
+    assert is_requested.wait(60.0), "all have ended, and the disk has not answered"
     assert not goes_on.is_set()
     assert recorder._thread.is_alive(), "it is only the thread that waits"
     goes_on.set()

@@ -297,7 +297,7 @@ def test_a_sampled_answer_fails_where_only_exact_ones_may_continue(
 
 
 @both
-def test_whoever_does_not_want_that_gets_the_error(server: FakeServer, ask: Ask) -> None:
+def test_without_resumption_the_error_is_raised(server: FakeServer, ask: Ask) -> None:
     server.script = [greedy("one two three", "three"), fine]
     with pytest.raises(httpx.RemoteProtocolError):
         ask(server, FakeWatch("restarts"), GREEDY, RetryPolicy(resume_streams="off"))
@@ -439,7 +439,7 @@ def test_waiting_for_a_restart_ends_with_the_requests_own_timeout(server: FakeSe
 
 
 @pytest.mark.parametrize("death", [engine_dead, engine_dead_in_stream, cut])
-def test_a_request_that_is_worth_one_try_neither_waits_nor_raises_suspicion(server: FakeServer, death: Answer) -> None:
+def test_a_request_with_one_try_neither_waits_nor_requests_a_health_check(server: FakeServer, death: Answer) -> None:
     server.script, watch = [death, death, fine, fine], FakeWatch("restarts")
     with (
         httpx.Client(transport=RetryingTransport(watch)) as client,
@@ -476,7 +476,7 @@ def test_one_async_client_serves_several_event_loops(server: FakeServer) -> None
 
 
 @pytest.mark.parametrize("kind", [RetryingTransport, AsyncRetryingTransport])
-def test_a_fork_sends_nothing_and_is_told_why(
+def test_a_fork_sends_nothing_and_gets_the_reason(
     server: FakeServer, kind: type[RetryingTransport] | type[AsyncRetryingTransport]
 ) -> None:
     transport = kind()
@@ -514,7 +514,7 @@ def test_blocking_requests_share_an_idle_connection() -> None:
     assert len(set(peers)) == 1
 
 
-def test_a_closed_transport_says_so(server: FakeServer) -> None:
+def test_a_closed_transport_reports_it(server: FakeServer) -> None:
     transport = RetryingTransport()
     transport.close()
     with pytest.raises(EngineClosedError, match="launch or connect again"):
@@ -522,7 +522,7 @@ def test_a_closed_transport_says_so(server: FakeServer) -> None:
 
 
 @pytest.mark.parametrize("kind", [RetryingTransport, AsyncRetryingTransport])
-def test_who_waits_for_a_dead_server_is_told_when_the_transport_is_closed(
+def test_a_request_waiting_for_a_dead_server_fails_when_the_transport_closes(
     server: FakeServer, kind: type[RetryingTransport] | type[AsyncRetryingTransport], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     watch = FakeWatch("is alive")

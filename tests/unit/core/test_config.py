@@ -105,7 +105,7 @@ def test_a_key_without_disk_space_is_refused() -> None:
         ({"shared": "redis://host/0?password=pass"}, "leave it out, and set RAGCACHE_SHARED_PASSWORD"),
         ({"shared": "s3://id:key@bucket"}, "leave it out, and set AWS_SECRET_ACCESS_KEY"),
         ({"shared": "redis://host", "host_bytes": 0}, "so set host_bytes or leave shared out"),
-        ({"shared": "s3://bucket", "shared_ttl": 60.0}, "a bucket deletes by its lifecycle rules"),
+        ({"shared": "s3://bucket", "shared_ttl": 60.0}, "for a bucket or a folder, set shared_bytes"),
         ({"shared_ttl": 60.0}, "give it with a redis:// store"),
         ({"shared_bytes": "1GiB"}, "but shared is None: name a store, or leave shared_bytes out"),
         ({"shared": "s3://bucket", "shared_bytes": 0}, "shared_bytes is 0"),
@@ -137,7 +137,7 @@ def toml(tmp_path: Path, text: str) -> Path:
     return path
 
 
-def test_a_file_says_what_code_would(tmp_path: Path) -> None:
+def test_a_file_reports_what_code_would(tmp_path: Path) -> None:
     path = toml(
         tmp_path,
         """
@@ -190,7 +190,7 @@ def test_a_file_that_cannot_work_is_named_with_its_key_and_value(tmp_path: Path,
 # On this machine
 
 
-def test_host_memory_that_nobody_chose_is_an_eighth_of_what_is_available(machine: SimpleNamespace) -> None:
+def test_default_host_memory_is_an_eighth_of_what_is_available(machine: SimpleNamespace) -> None:
     assert CacheConfig().resolved().host_bytes == 4 * GIB
     machine.available = 640 * GIB
     assert CacheConfig().resolved().host_bytes == 8 * GIB

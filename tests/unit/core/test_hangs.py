@@ -72,7 +72,7 @@ def test_a_stage_of_a_pipeline_may_wait_for_another_one() -> None:
     assert hangs_after(HangDetector(limit_s=5, look_s=LOOK_S, all_work=False), still) is not None
 
 
-def test_time_in_which_nobody_looked_does_not_count() -> None:
+def test_time_without_checks_does_not_count() -> None:
     """The machine slept, or this process was stopped or starved: the engine may have been as well."""
     detector = HangDetector(limit_s=5, look_s=LOOK_S, step_limit_s=30)
     assert detector.look(0, {2: worker(1.0)}) is None

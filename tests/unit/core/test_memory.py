@@ -66,7 +66,7 @@ def test_a_limit_of_a_group_or_of_one_above_it_counts(groups: Groups, membership
 
 
 @pytest.mark.parametrize(("before", "after"), [(700, 10_000), (2000, 10_000), (50_000, 50_000), (0, 0)])
-def test_the_collector_waits_for_more_unless_somebody_set_it_to_wait_longer_or_off(before: int, after: int) -> None:
+def test_the_collector_threshold_is_raised_unless_it_is_higher_or_off(before: int, after: int) -> None:
     thresholds = gc.get_threshold()
     try:
         gc.set_threshold(before, 7, 5)
@@ -83,7 +83,7 @@ class Linked:
         self.other: Linked | None = None
 
 
-def test_what_has_survived_is_frozen_now_and_then_without_the_cycles_that_nobody_needs() -> None:
+def test_surviving_objects_are_frozen_after_collection_of_cycles() -> None:
     thresholds = gc.get_threshold()
     gc.set_threshold(100, 10, 1_000)
     gc.collect()

@@ -60,7 +60,7 @@ def test_a_cache_and_a_document_store_are_their_owners_alone(
             path.chmod(0o666 if path.is_file() else 0o777 if path.parent.name == "cache" else 0o700)
 
 
-def test_somebody_elses_store_is_a_store_error(tmp_path: Path) -> None:
+def test_a_store_of_another_user_is_a_store_error(tmp_path: Path) -> None:
     DocumentStore.create(tmp_path / "store").close()
     program = f"""
 import os
@@ -96,7 +96,7 @@ def test_a_link_in_the_place_of_a_file_is_not_followed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["folder", "link"])
-def test_a_folder_that_somebody_else_put_where_everybody_may_is_not_used(tmp_path: Path, kind: str) -> None:
+def test_a_folder_of_another_user_in_a_shared_directory_is_not_used(tmp_path: Path, kind: str) -> None:
     anybodys, elsewhere = tmp_path / "tmp", tmp_path / "elsewhere"
     anybodys.mkdir()
     elsewhere.mkdir()

@@ -198,7 +198,7 @@ def test_a_chat_template_that_changes_documents_is_reported() -> None:
         PromptLayout().render(Shouting(), [Document("d", "zor is")], "Who?")
 
 
-def test_documents_that_do_not_fit_are_refused_with_value_limit_and_cure() -> None:
+def test_documents_that_do_not_fit_are_refused_with_value_limit_and_hint() -> None:
     documents = [Document(f"d{i}", "zor " * 50 + str(i)) for i in range(3)]
     with pytest.raises(PromptTooLongError, match=r"has \d+ tokens .* holds 100: retrieve fewer"):
         PromptLayout().render(WordTokenizer(), documents, "Who?", max_prompt_tokens=100)

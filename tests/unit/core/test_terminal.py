@@ -20,7 +20,7 @@ with Bar("reading", 3, "files") as bar:
         bar.advance()
         print("to standard output", i, flush=True)
         print("beside it", i, file=sys.stderr, flush=True)
-    bar.say("read [all]")
+    bar.show("read [all]")
 """
 
 

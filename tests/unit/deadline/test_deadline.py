@@ -104,13 +104,13 @@ def test_only_stored_documents_behind_what_is_cached_exactly_are_reused() -> Non
         (MeasuredReuse(9.0, POINTS), "sun", "no alpha of 9"),
     ],
 )
-def test_what_cannot_be_chosen_is_said(reuse: MeasuredReuse | str, chunks: str, why: str) -> None:
+def test_what_cannot_be_chosen_is_reported(reuse: MeasuredReuse | str, chunks: str, why: str) -> None:
     _, report = decided(0.1, cached(chunks=chunks), reuse)
     assert why in report.left_out["chunk_reuse"]
     assert [each.name for each in report.options] == ["exact"]
 
 
-def test_a_deadline_that_nothing_meets_gets_the_fastest_and_is_told() -> None:
+def test_an_unreachable_deadline_gets_the_fastest_option_and_is_reported() -> None:
     option, report = decided(0.01, cached("moon sun"))
     assert (option.name, report.is_in_time) == ("document_order", False)
     assert report.why == "nothing is predicted to meet 0.01 s: document_order is the fastest, 0.12 s"

@@ -19,7 +19,7 @@ class Stored:
         return [self.documents[doc_id] for doc_id in doc_ids]
 
 
-def test_new_changed_and_unchanged_documents_are_told_apart() -> None:
+def test_new_changed_and_unchanged_documents_are_distinguished() -> None:
     stored = Stored(Document("a.md", "one"), Document("b.md", "two"), Document("c.md", "three", {"title": "old"}))
     read = [Document("a.md", "one"), Document("b.md", "TWO"), Document("c.md", "three", {"title": "new"})]
     read.append(Document("d.md", "four"))

@@ -138,7 +138,7 @@ BAD: list[tuple[str, bytes, str]] = [
 
 
 @pytest.mark.parametrize(("name", "content", "message"), BAD)
-def test_a_damaged_file_is_told_by_its_name_and_can_be_left_out(
+def test_a_damaged_file_is_reported_by_its_name_and_can_be_left_out(
     tmp_path: Path, name: str, content: bytes, message: str
 ) -> None:
     (tmp_path / name).write_bytes(content)
@@ -149,7 +149,7 @@ def test_a_damaged_file_is_told_by_its_name_and_can_be_left_out(
     assert [d.doc_id for d in read(tmp_path, on_bad=lambda _: None)] == ["b.txt"]
 
 
-def test_a_pdf_file_with_a_password_or_without_text_is_told(tmp_path: Path) -> None:
+def test_a_pdf_file_with_a_password_or_without_text_is_reported(tmp_path: Path) -> None:
     write_pdf(tmp_path / "a.pdf", "Zor", password="secret")
     with pytest.raises(UndecodableDocumentError, match=r"'a.pdf' is encrypted: save it without a password"):
         read(tmp_path)
@@ -171,7 +171,7 @@ def test_every_truncation_of_a_file_is_read_or_told(tmp_path: Path) -> None:
             assert all("Zor" in d.text for d in documents)
 
 
-def test_a_table_without_rows_and_a_field_without_end_are_told(tmp_path: Path) -> None:
+def test_a_table_without_rows_and_a_field_without_end_are_reported(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("name,kind\n")
     with pytest.raises(EmptyDocumentError, match="'a.csv' has no row below its first"):
         read(tmp_path)
@@ -237,13 +237,13 @@ def test_a_comment_in_a_code_block_is_no_title(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("rows", ['1,2\n"open,3\n4,5', '1,2\n"open,3\n4,5\n', '1,2\n3,"open\n', '1,2\n3,"'])
-def test_a_quote_that_is_not_closed_is_told_by_its_line_and_not_read_to_the_end(tmp_path: Path, rows: str) -> None:
+def test_an_unclosed_quote_is_reported_by_its_line_and_not_read_to_the_end(tmp_path: Path, rows: str) -> None:
     (tmp_path / "a.csv").write_text(f"a,b\n{rows}")
     with pytest.raises(DocumentError, match=r"line 3 of 'a.csv' is not CSV .a quote that begins in it has no end"):
         read(tmp_path)
 
 
-def test_a_file_that_takes_too_long_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_takes_too_long_is_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def never(_page: object) -> Iterator[str]:
         while True:
             with contextlib.suppress(Exception):  # as libraries do

@@ -114,7 +114,7 @@ BAD_FILES: list[tuple[str, str | bytes, type[DocumentError], str]] = [
 
 
 @pytest.mark.parametrize(("name", "content", "error", "message"), BAD_FILES)
-def test_a_bad_document_stops_the_reading_and_says_why(
+def test_a_bad_document_stops_the_reading_and_reports_why(
     tmp_path: Path, name: str, content: str | bytes, error: type[DocumentError], message: str
 ) -> None:
     write(tmp_path, {name: content})

@@ -142,7 +142,7 @@ async def test_a_tool_that_answers_from_its_documents_leaves_the_prompt_to_its_o
     assert [d["id"] for d in bound.documents] == ["moon"]
 
 
-def test_documents_of_somebody_elses_retriever_are_known_in_a_tools_result(llm: ChatRAGCache, generations: Any) -> None:
+def test_documents_of_a_foreign_retriever_are_recognised_in_a_tools_result(llm: ChatRAGCache, generations: Any) -> None:
     class Fixed(BaseRetriever):
         def _get_relevant_documents(self, query: str, **_: Any) -> list[LangChainDocument]:
             return [LangChainDocument(id="venus", page_content="Venus is hot, and no moon goes around it at all.")]

@@ -96,7 +96,7 @@ def test_an_llm_of_another_make_and_many_threads_may_share_one(
 @pytest.mark.parametrize(
     ("name", "values"), [("chunk_reuse", (None, True, False, {"alpha": 2})), ("deduplicate", (False, True))]
 )
-def test_langchains_own_cache_tells_settings_apart(
+def test_langchains_own_cache_distinguishes_settings(
     engine: Engine, server: ScriptedServer, name: str, values: tuple[Any, ...]
 ) -> None:
     cache = InMemoryCache()

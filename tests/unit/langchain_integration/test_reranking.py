@@ -69,7 +69,7 @@ def chain_of(retriever: RAGCacheRetriever, engine: Engine) -> Any:
     return search | prompt_from_layout() | ChatRAGCache(engine=engine)
 
 
-def test_a_reranker_that_always_moves_them_is_not_worth_a_prefill_after_a_while(
+def test_a_reranker_that_always_reorders_stops_speculation_after_a_while(
     make: Any, engine: Engine, warmed: Any
 ) -> None:
     began: list[int] = []
@@ -85,7 +85,7 @@ def test_a_reranker_that_always_moves_them_is_not_worth_a_prefill_after_a_while(
     assert 0 < len(warmed()) < 30
 
 
-def test_what_a_reranker_invents_is_shown_and_told_once(
+def test_documents_added_by_a_reranker_are_used_and_reported_once(
     make: Any, engine: Engine, caplog: pytest.LogCaptureFixture
 ) -> None:
     summary = "All three of them are in the sky, and two of them go around something else."

@@ -41,7 +41,7 @@ def numbers(documents: list[Document]) -> set[int]:
     return {d.metadata["number"] for d in documents}
 
 
-async def test_a_filter_decides_whose_documents_are_found(store: StagedFAISS) -> None:
+async def test_filters_select_the_found_documents(store: StagedFAISS) -> None:
     accepted = {"number": 3}
     for retriever in (
         RAGCacheRetriever(store=store, filter=accepted),

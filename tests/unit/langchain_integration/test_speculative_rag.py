@@ -85,7 +85,7 @@ async def test_the_report_is_in_the_message_and_in_the_last_chunk_only(make_rag:
         assert message.response_metadata["model_name"] == "scripted-model"
 
 
-def test_what_was_hidden_counts_when_the_engine_has_told_when_it_began(
+def test_overlapped_time_counts_once_the_start_time_is_reported(
     make_rag: Any, generations: Any, server: ScriptedServer, num_begun: Any
 ) -> None:
     handler = CacheStatsCallbackHandler()
@@ -162,7 +162,7 @@ def test_a_mapping_carries_the_other_variables_of_the_prompt(make_rag: Any, gene
     assert len(generations()) == 1
 
 
-async def test_who_asks_the_same_may_join_either_speculation(
+async def test_an_equal_request_may_join_either_speculation(
     make_rag: Any, generations: Any, server: ScriptedServer
 ) -> None:
     slow, fast = Reply("slow " * 200, token_wait_s=0.002), Reply("fast " * 200)

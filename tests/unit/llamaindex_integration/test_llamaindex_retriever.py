@@ -50,7 +50,7 @@ async def both_ways(retriever: RAGCacheRetriever, query: str | QueryBundle) -> l
     return nodes
 
 
-async def test_filters_decide_whose_nodes_are_found(store: DocumentStore) -> None:
+async def test_filters_select_the_found_nodes(store: DocumentStore) -> None:
     last = MetadataFilters(filters=[MetadataFilter(key="page", operator=FilterOperator.GT, value=1)])
     for query in ("Who is a pilot?", QueryBundle("Who?", embedding=store.embedder.embed_query("pilot").tolist())):
         retriever = RAGCacheRetriever(store, filters=last, similarity_top_k=3)

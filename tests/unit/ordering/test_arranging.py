@@ -107,7 +107,7 @@ def test_canonical_is_the_same_for_the_same_documents(retrieved: list[str]) -> N
     assert [retrieved[i] for i in kept] == [retrieved[0], *sorted(retrieved[1:])]
 
 
-def test_retrieval_and_a_cache_that_nobody_knows_keep_the_order_of_the_search() -> None:
+def test_retrieval_order_and_an_unknown_cache_keep_the_order_of_the_search() -> None:
     it = mirror({("b",): 5})
     assert arrange("ab", "retrieval", it, prefix=HERE) == (0, 1)
     assert arrange("ab", "cache_aware", None, prefix=HERE) == (0, 1)

@@ -124,7 +124,7 @@ TIMES = ((0.1, 0.2), (0.3, 0.4))
         ((0, 32), (32, 64), ((0.1, True), (0.3, 0.4)), "is True"),
     ],
 )
-def test_a_profile_that_cannot_be_is_refused_with_value_and_cure(
+def test_a_profile_that_cannot_be_is_refused_with_value_and_hint(
     cached: Any, new: Any, seconds: Any, message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 from weakref import ref
 
+import pytest
+
 from ragcache_core.queueing import CacheAwareQueue, order_priority
 
 
@@ -15,10 +17,10 @@ class Waiting:
         self.name = name
         self.num_cached_tokens = num_cached_tokens
         self.num_computed_tokens = num_computed_tokens
-        self.num_asked = 0
+        self.num_submitted = 0
 
     def priority(self) -> float:
-        self.num_asked += 1
+        self.num_submitted += 1
         return order_priority(self.num_cached_tokens, self.num_computed_tokens)
 
     def __repr__(self) -> str:
@@ -50,7 +52,7 @@ def test_only_what_is_new_or_was_touched_is_asked_for_its_priority() -> None:
         queue.touch(item)
     queue.touch(Waiting("elsewhere"))
     queue.peek()
-    assert sum(item.num_asked for item in items) == 256 + 10
+    assert sum(item.num_submitted for item in items) == 256 + 10
 
 
 def test_what_was_served_is_not_kept_alive() -> None:
@@ -72,3 +74,51 @@ def test_nothing_piles_up_where_priorities_change_all_the_time() -> None:
         queue.reconsider()
         assert queue.peek().num_cached_tokens == best.num_cached_tokens
     assert len(queue._heap) < 100
+
+
+def computed_lengths(order: str, requests: dict[str, tuple[int, int]], capacity: int) -> int:
+    """Return the computed length of requests that are served in ``order``, of (cached, new) lengths.
+
+    Only what is cached at the start is reused. A request keeps its whole length in the cache, and what does not fit
+    beside it of the others is lost.
+    """
+    cached = {name: length for name, (length, _) in requests.items()}
+    total = 0
+    for name in order:
+        length = sum(requests[name])
+        total += length - cached[name]
+        cached[name] = length
+        for other in cached:
+            cached[other] = 0 if other != name and sum(cached.values()) > capacity else cached[other]
+    return total
+
+
+@pytest.mark.parametrize(
+    ("requests", "capacity", "costs"),
+    [
+        ({"1": (2, 2), "2": (1, 2)}, 4, (5, 6)),  # Figure 10a: the larger cached length first
+        ({"1": (2, 2), "2": (2, 1)}, 5, (5, 3)),  # Figure 10b: the shorter computation first
+    ],
+)
+def test_the_queue_chooses_the_cheaper_order_of_figure_10(
+    requests: dict[str, tuple[int, int]], capacity: int, costs: tuple[int, int]
+) -> None:
+    assert (computed_lengths("12", requests, capacity), computed_lengths("21", requests, capacity)) == costs
+    chosen = drain(queue_of(*(Waiting(name, cached, new) for name, (cached, new) in requests.items())))
+    assert computed_lengths(chosen, requests, capacity) == min(costs)
+
+
+def test_two_documents_by_turns_hit_in_two_of_three_requests_with_room_for_one() -> None:
+    """RAGCache §5.2: Q1, Q3, Q5, Q2, Q4, Q6, ... has at least 66 % hits, where the order of arrival has none."""
+    requests = [Waiting(f"{number}") for number in range(1, 61)]
+    queue, in_cache, order = queue_of(*requests, window=2), -1, []
+    while queue:
+        request = queue.pop()
+        order.append((request.name, in_cache == int(request.name) % 2))
+        in_cache = int(request.name) % 2
+        for other in requests:
+            other.num_cached_tokens = 100 if int(other.name) % 2 == in_cache else 0
+            if other in queue:
+                queue.touch(other)
+    assert [name for name, _ in order[:6]] == ["1", "3", "5", "2", "4", "6"]
+    assert sum(is_hit for _, is_hit in order) >= len(order) * 0.66

@@ -144,7 +144,7 @@ class QueueMachine(RuleBasedStateMachine):
         assert not any(item in self.queue for item in [*self.running, *(item for item, _ in self.tried)])
 
     @invariant()
-    def nobody_is_overtaken_more_often_than_the_window_allows(self) -> None:
+    def no_request_is_overtaken_more_often_than_the_window_allows(self) -> None:
         counted = [pop for pop in self.log if not pop.is_undone]
         overtaken = {item for pop in counted for item in pop.overtaken}
         most = max((self._num_overtaken(item) for item in overtaken), default=0)

@@ -19,7 +19,7 @@ def test_documents_are_recognised_in_every_layout(tokenizer: str) -> None:
         assert each.precision >= 0.99, each
 
 
-def test_a_document_takes_little_memory_and_is_found_among_many_that_begin_alike() -> None:
+def test_a_document_takes_little_memory_and_is_found_among_many_with_the_same_beginning() -> None:
     measured = cost(1000, num_prompts=20, rounds=1)
     assert measured.recall >= 0.99
     assert measured.process_bytes <= 1200

@@ -169,7 +169,7 @@ def test_a_damaged_registration_is_an_error_and_not_another_document() -> None:
             Registration.from_bytes(data[:size])
 
 
-def test_a_changed_bit_of_a_journal_is_told_wherever_it_is() -> None:
+def test_a_changed_bit_anywhere_in_a_journal_is_detected() -> None:
     data = b"".join(
         [
             journal_head((70_000, 80_000)),

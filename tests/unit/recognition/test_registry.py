@@ -84,7 +84,7 @@ def test_documents_are_found_in_every_layout(frame: str) -> None:
         assert abs(len(text) - len(texts[doc_id])) <= 2
 
 
-def test_an_altered_or_unregistered_text_is_not_found_and_is_told_as_unknown() -> None:
+def test_an_altered_or_unregistered_text_is_not_found_and_reported_as_unknown() -> None:
     scene = Scene()
     text = text_of("one")
     scene.register("one", text)

@@ -197,7 +197,7 @@ def test_a_cancelled_search_ends_without_a_last_stage(kind: str) -> None:
     assert not any(stage.is_final for stage in stages)
 
 
-def test_stage_cuts_are_geometric_and_leave_out_what_is_not_worth_a_stage() -> None:
+def test_stage_cuts_are_geometric_and_omit_too_small_stages() -> None:
     assert base.stage_cuts(None, 1e9) == base.DEFAULT_CUTS
     assert base.stage_cuts(None, 1e5) == (1.0,)
     assert base.stage_cuts(None, 2e7) == (0.4, 1.0)

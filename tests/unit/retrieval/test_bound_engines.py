@@ -46,7 +46,7 @@ def test_what_is_replaced_or_deleted_is_forgotten_and_what_is_new_or_unchanged_i
     assert engine.told == [("forget", ["doc-0"]), ("forget", ["doc-1"]), ("forget", ["doc-2", "doc-3"])]
 
 
-def test_new_versions_are_prefilled_where_that_is_asked_for(store: DocumentStore) -> None:
+def test_new_versions_are_prefilled_where_that_is_requested(store: DocumentStore) -> None:
     plain, own = Recording(store), Recording(store)
     store.bind(plain, warm=True)
     store.bind(own, warm=lambda document: f"about {document.text}")

@@ -204,10 +204,10 @@ def test_a_search_for_more_documents_than_remain_returns_those_that_remain(folde
     documents = make_documents(6)
     store.add(documents, embeddings=vectors)
     errors_seen: list[Exception] = []
-    is_over = threading.Event()
+    stopped = threading.Event()
 
     def search() -> None:
-        while not is_over.is_set():
+        while not stopped.is_set():
             try:
                 assert 1 <= len(store.search_vector(vectors[0], len(store)).documents) <= 6
                 assert documents[0] in store.get(store.ids(), missing_ok=True)
@@ -221,7 +221,7 @@ def test_a_search_for_more_documents_than_remain_returns_those_that_remain(folde
         store.delete([document.doc_id for document in documents[1:]])
         store.delete(["doc-1", "doc-0-unknown"], missing_ok=True)
         store.put(documents[1:], embeddings=vectors[1:])
-    is_over.set()
+    stopped.set()
     for reader in readers:
         reader.join()
     assert not errors_seen, errors_seen[0]

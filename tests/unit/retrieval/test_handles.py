@@ -125,7 +125,7 @@ def test_a_reader_waits_for_a_pause_of_a_busy_writer(folder: Path, monkeypatch: 
 
 
 def test_a_writer_that_never_pauses_is_not_called_damage(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(snapshot, "_PATIENCE_S", 0.2)
+    monkeypatch.setattr(snapshot, "_TIMEOUT_S", 0.2)
     with pytest.raises(errors.StoreError, match="changed too fast: try again") as raised:
         change_before_each_read(folder, monkeypatch, 10**6)()
     assert not isinstance(raised.value, errors.StoreCorruptError)
@@ -135,7 +135,7 @@ def test_damage_is_reported_at_once_even_when_patience_is_out(folder: Path, monk
     with DocumentStore.create(folder, index="flat") as store:
         store.add(make_documents(3))
     next(folder.glob("documents-*")).write_bytes(b"x")
-    monkeypatch.setattr(snapshot, "_PATIENCE_S", -1.0)
+    monkeypatch.setattr(snapshot, "_TIMEOUT_S", -1.0)
     with pytest.raises(errors.StoreCorruptError):
         DocumentStore.open(folder, read_only=True)
 

@@ -53,7 +53,7 @@ async def test_every_effort_that_comes_before_more_of_it_is_a_stage() -> None:
     assert [(u.documents[0].doc_id, u.stage, u.is_final) for u in updates] == [("by-2", 0, False), ("by-3", 1, True)]
 
 
-async def test_the_efforts_are_asked_at_once_each_in_a_thread_that_blocks_nobody() -> None:
+async def test_the_efforts_run_concurrently_in_one_thread_each() -> None:
     both = threading.Barrier(2, timeout=20)
 
     def find(_question: str, _k: int, effort: int) -> list[tuple[Document, float]]:

@@ -98,7 +98,7 @@ def test_ivf_is_flat_until_it_can_be_trained_and_is_retrained_as_it_grows(folder
         assert store.search_vector(vectors[-1], 1).documents[0].doc_id == "doc-1299"
 
 
-def test_hnsw_keeps_deleted_documents_out_and_is_made_anew_when_many_are(folder: Path) -> None:
+def test_hnsw_omits_deleted_documents_and_is_rebuilt_after_many_deletions(folder: Path) -> None:
     rng = np.random.default_rng(0)
     vectors = rng.standard_normal((300, 8)).astype(np.float32)
     with DocumentStore.create(folder, index="hnsw", embedder=PrecomputedEmbedder()) as store:

@@ -51,16 +51,16 @@ def choose_order(replicas: Sequence[ReplicaState], documents: Sequence[str], **a
     return choice.choose_order(index_of(replicas), replicas, documents, **asked)
 
 
-def asking(*documents: str) -> PromptInfo:
+def prompt_info(*documents: str) -> PromptInfo:
     ends = tuple(10 + TOKENS * (n + 1) for n in range(len(documents)))
     return PromptInfo(documents, ends, 10, (ends or (10,))[-1] + 30, PREFIX, documents[0] if documents else "Hello")
 
 
 def choose(replicas: Sequence[ReplicaState], *documents: str) -> str:
-    return choose_replica(replicas, asking(*documents)).name
+    return choose_replica(replicas, prompt_info(*documents)).name
 
 
-def test_who_has_most_of_a_prompt_gets_it() -> None:
+def test_the_replica_with_the_longest_cached_prefix_gets_the_prompt() -> None:
     replicas = fleet([("a",)], [("a", "b"), ("c",)], [("b", "a")])
     assert choose(replicas, "a", "b") == "replica-1"
     assert choose(replicas, "b", "a") == "replica-2"
@@ -86,28 +86,28 @@ def test_a_wait_that_costs_more_than_is_cached_sends_a_request_elsewhere() -> No
 
 def test_what_a_replica_was_asked_is_expected_there_until_it_is_over() -> None:
     replicas = fleet([], [], [])
-    first = choose_replica(replicas, asking("a", "b"))
-    sent = first.load.begin(asking("a", "b"), 0)
+    first = choose_replica(replicas, prompt_info("a", "b"))
+    sent = first.load.begin(prompt_info("a", "b"), 0)
     assert choose(replicas, "a", "b") == first.name
     assert choose_order(replicas, ["b", "a"], prefix=PREFIX, keep_first=False) == (1, 0)
-    again = first.load.begin(asking("a", "b"), 2 * TOKENS)
+    again = first.load.begin(prompt_info("a", "b"), 2 * TOKENS)
     assert first.load.num_waiting_tokens == (2 * TOKENS + 30) + 30
     sent.end()
-    assert first.num_cached_tokens(asking("a", "b")) == 2 * TOKENS
+    assert first.num_cached_tokens(prompt_info("a", "b")) == 2 * TOKENS
     again.answered()
     again.end()
     assert (first.load.num_running, first.load.num_waiting_tokens, len(first.load.expected)) == (0, 0, 0)
 
 
-def test_where_no_replica_tells_documents_go_by_their_hash_in_bounds() -> None:
+def test_without_replica_reports_documents_are_routed_by_bounded_hashing() -> None:
     replicas = fleet(None, None, None)
     home = choose(replicas, "a")
     assert choose_order(replicas, ["b", "a"], prefix=PREFIX, keep_first=False) is None
     assert {choose(replicas, name) for name in "abcdefghijkl"} == {"replica-0", "replica-1", "replica-2"}
     places = []
     for _ in range(6):
-        chosen = choose_replica(replicas, asking("a"))
-        chosen.load.begin(asking("a"), 0)
+        chosen = choose_replica(replicas, prompt_info("a"))
+        chosen.load.begin(prompt_info("a"), 0)
         places.append(chosen.name)
     assert places[0] == home
     assert max(places.count(name) for name in places) <= 3

@@ -53,7 +53,7 @@ class Fleet(RuleBasedStateMachine):
 
     @precondition(lambda self: self.caches)
     @rule(place=st.integers(0, 99), changes=st.lists(CHANGES, max_size=6))
-    def a_replica_tells(self, place: int, changes: list[PathChange]) -> None:
+    def a_replica_reports(self, place: int, changes: list[PathChange]) -> None:
         paths = self.caches[place % len(self.caches)]
         for change in changes:
             paths.set(change)
@@ -67,7 +67,7 @@ class Fleet(RuleBasedStateMachine):
 
     @precondition(lambda self: self.caches)
     @rule(place=st.integers(0, 99), snapshot=st.lists(CHANGES, max_size=12))
-    def a_replica_begins_anew(self, place: int, snapshot: list[PathChange]) -> None:
+    def a_replica_restarts(self, place: int, snapshot: list[PathChange]) -> None:
         place %= len(self.caches)
         before, self.caches[place] = self.caches[place], joined(self.index, cached(*snapshot))
         left(self.index, before)
@@ -103,7 +103,7 @@ TestFleet = Fleet.TestCase
 TestFleet.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
 
 
-def test_who_joins_in_pieces_disturbs_nobody_and_leaves_nothing_behind() -> None:
+def test_a_replica_that_joins_in_pieces_disturbs_no_other_and_leaves_nothing() -> None:
     index = PathIndex()
     other = joined(index, cached(PathChange(b"one", ("a",), 10)))
     many = cached(*(PathChange(b"one", (f"document {i}",), 10) for i in range(2_000)))

@@ -16,7 +16,7 @@ print(server.getsockname()[1], flush=True); sys.stdin.read()
 """
 
 
-def test_a_port_that_another_session_serves_is_told_from_ones_own_and_from_a_free_one() -> None:
+def test_a_port_of_another_session_is_distinguished_from_an_own_and_a_free_one() -> None:
     command = [sys.executable, "-c", _LISTEN]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True

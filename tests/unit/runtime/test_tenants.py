@@ -122,7 +122,7 @@ def test_no_salt_and_no_speculation_of_a_tenant_is_anothers_whatever_they_say() 
     assert len(speculation_of("a", "s")) == 64
 
 
-def test_a_secret_makes_salts_that_a_name_does_not_tell_and_keeps_whose_they_are(tmp_path: Path) -> None:
+def test_salts_of_a_secret_do_not_follow_from_names_and_keep_their_tenants(tmp_path: Path) -> None:
     assert read(tmp_path, table()).secret == ""
     tenants = read(tmp_path, f'secret = "{SECRET}"\n' + table())
     assert tenants.secret == SECRET

@@ -53,7 +53,7 @@ def hits(documents: str, policy: str, num_blocks: int) -> int:
 
 
 @given(st.text("ABCDE", min_size=1, max_size=30), st.integers(1, 3))
-def test_of_equal_blocks_in_one_tier_none_hits_more(documents: str, num_blocks: int) -> None:
+def test_no_policy_hits_more_than_belady_with_equal_blocks(documents: str, num_blocks: int) -> None:
     best = hits(documents, "belady", num_blocks)
     for policy in ("lru", "lfu", "arc"):
         assert hits(documents, policy, num_blocks) <= best

@@ -194,7 +194,7 @@ def test_every_token_is_cached_or_reused_or_computed_and_only_exact_ones_are_cac
         check_invariants(cache.tree, is_connected=False)
 
 
-def test_what_is_reused_says_where_it_was() -> None:
+def test_what_is_reused_reports_where_it_was() -> None:
     trace = make_trace(WORKLOADS["nq-small"], 60, seed=3)
     options = replace(REUSE, policy="mixture", gpu_tokens=16_384, host_tokens=32_768, disk_tokens=65_536)
     summary = simulate(trace, options).summary

@@ -96,7 +96,7 @@ def test_histories_are_kept_below_the_gpu_and_single_turns_leave_nothing_there(
     assert None not in stored, "documents alone"
 
 
-def test_single_turns_about_documents_find_as_much_as_where_nobody_looks_for_conversations(
+def test_single_turns_hit_as_much_as_without_conversation_detection(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     mmlu = replace(WORKLOADS["mmlu"], mean_tokens=200.0, mean_output_tokens=200.0, output_sigma=0.5)

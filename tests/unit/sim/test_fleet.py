@@ -27,7 +27,7 @@ def run(trace: Trace = TRACE, **settings: Any) -> SimulationResult:
 
 
 @pytest.mark.parametrize("routing", ROUTINGS)
-def test_every_request_is_served_once_whoever_chooses(routing: str) -> None:
+def test_every_request_is_served_once_under_any_routing(routing: str) -> None:
     result = run(replicas=3, routing=routing)
     assert result.requests is not None
     assert len(result.requests) == len(TRACE)
@@ -58,7 +58,9 @@ REQUESTS = st.lists(st.permutations("abcdef").map(lambda order: order[:3]), max_
 
 @given(shown=REQUESTS, gpu=st.integers(26, 40), host=st.sampled_from((0, 12)), policy=st.sampled_from(("lru", "lfu")))
 @settings(max_examples=60, deadline=None)
-def test_a_mirror_says_what_is_cached_of_every_order(shown: list[list[str]], gpu: int, host: int, policy: str) -> None:
+def test_a_mirror_reports_what_is_cached_of_every_order(
+    shown: list[list[str]], gpu: int, host: int, policy: str
+) -> None:
     lengths = {"a": 8, "b": 11, "c": 5, "d": 6, "e": 17, "f": 24}
     options = SimulationOptions(
         policy=policy, block_size=4, gpu_tokens=4 * gpu, host_tokens=4 * host, replicas=2, system_tokens=3

@@ -228,7 +228,7 @@ def test_a_packed_log_is_unpacked(tmp_path: Path) -> None:
     assert len(import_log(path, Assumptions(mean_tokens=3)).trace) == 1
 
 
-def test_a_length_that_nobody_knows_is_asked_for(tmp_path: Path) -> None:
+def test_an_unknown_length_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(TraceError, match=r"log.jsonl:1: the length of document 'a' is unknown.*--lengths.*--mean-to"):
         imported(tmp_path, {"t": 1, "docs": ["a"]})
 

@@ -68,7 +68,7 @@ def imported(folder: Path, lines: list[str], log_format: ImportedFormat | None =
 
 
 @pytest.mark.parametrize("name", SAMPLES)
-def test_a_published_trace_tells_whose_it_is_and_is_read(tmp_path: Path, name: ImportedFormat) -> None:
+def test_a_published_trace_names_its_source_and_is_read(tmp_path: Path, name: ImportedFormat) -> None:
     log = imported(tmp_path, SAMPLES[name])
     assert log.log_format == name
     assert list(log.trace) == TRACES[name]

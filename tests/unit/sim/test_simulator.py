@@ -78,7 +78,7 @@ def test_a_request_joins_those_that_decode() -> None:
     assert ttfts(requests, replace(NO_SEARCH, max_batch=2)) == pytest.approx([first_s, second_s - 0.01])
 
 
-def test_the_queue_takes_what_is_cached_first_and_nobody_is_overtaken_too_often() -> None:
+def test_the_queue_takes_cached_requests_first_within_the_starvation_bound() -> None:
     requests = [traced(0.0, "A"), *(traced(0.01 + 1e-4 * i, "B" if i == 0 else "A") for i in range(6))]
     aware_queue = replace(NO_SEARCH, queue="cache-aware")
     fifo, aware = ttfts(requests, NO_SEARCH), ttfts(requests, aware_queue)
@@ -92,7 +92,7 @@ class TestOverload:
     trace = make_trace(replace(WORKLOADS["mmlu"], requests_per_s=2.0), 150, seed=5)
 
     @pytest.mark.parametrize("window", [0, 4, 16])
-    def test_nobody_is_overtaken_more_often_than_the_window(self, window: int) -> None:
+    def test_no_request_is_overtaken_more_often_than_the_window(self, window: int) -> None:
         options = SimulationOptions(queue="cache-aware", window=window)
         summary = simulate(self.trace, options).summary
         assert summary.max_overtaken == window
@@ -136,7 +136,7 @@ def test_requests_without_documents_are_served() -> None:
     assert summary.document_hit_rate == summary.token_hit_rate == 0.0
 
 
-def test_progress_is_told_of_every_request_once() -> None:
+def test_every_request_advances_the_progress_once() -> None:
     told: list[int] = []
     short = replace(WORKLOADS["nq-small"], mean_tokens=200.0, most_tokens=400)
     simulate(make_trace(short, 600, seed=1), SimulationOptions(), progress=told.append)
@@ -200,7 +200,7 @@ def test_candidates_that_stand_from_the_first_stage_on_are_computed_while_the_se
     assert ttfts(requests, speculating(0.0, 0.0, 0.0, 1.0)) == pytest.approx([1.0 + prefill_s])
 
 
-def test_a_wrong_speculation_makes_nobody_wait_where_it_ends_at_once() -> None:
+def test_a_misspeculation_that_ends_at_once_delays_no_request() -> None:
     never_right = speculating(0.0, 0.0, 0.0, 1.0)
     requests = [traced(10.0 * i, "AB") for i in range(4)]
     assert ttfts(requests, never_right) == pytest.approx(ttfts(requests, replace(never_right, speculation="none")))
@@ -242,7 +242,7 @@ def test_a_run_is_the_same_again() -> None:
     assert told(first) == told(second)
 
 
-def test_more_requests_than_can_be_served_are_told_and_a_load_that_can_is_not() -> None:
+def test_an_overload_is_reported_and_a_load_that_can_be_served_is_not() -> None:
     trace = make_trace(WORKLOADS["nq-small"], 200, seed=1)
     slow, fast = (replace(trace, arrival_s=trace.arrival_s * factor) for factor in (100.0, 0.001))
     assert simulate(slow, SimulationOptions()).notes == ()

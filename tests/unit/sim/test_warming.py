@@ -57,7 +57,7 @@ def test_with_room_for_all_everything_that_was_retrieved_is_picked_with_its_shar
     assert uses == {"a": 750, "ab": 500, "ac": 250, "b": 250}
 
 
-def test_what_is_used_most_is_picked_and_what_does_not_fit_is_passed_over_with_what_stands_behind() -> None:
+def test_the_most_used_documents_that_fit_are_picked_without_those_after_a_misfit() -> None:
     trace = Trace.from_requests(
         TracedRequest(float(i), docs, tokens, 10, 1)
         for i, (docs, tokens) in enumerate(

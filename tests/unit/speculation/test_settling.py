@@ -37,13 +37,13 @@ def test_a_stage_that_is_wrong_again_and_again_is_tried_no_more() -> None:
     assert history.is_worthwhile(1, is_idle=True)
 
 
-def test_what_is_seldom_right_is_worth_idle_time_only() -> None:
+def test_rarely_correct_speculations_use_idle_time_only() -> None:
     history = after(after(StageStabilityStats(), 0, RIGHT, 3), 0, WRONG, 5)
     assert history.is_worthwhile(0, is_idle=True)
     assert not history.is_worthwhile(0, is_idle=False)
 
 
-def test_the_first_searches_count_alike_and_later_ones_push_them_out() -> None:
+def test_the_first_searches_have_equal_weight_and_later_ones_replace_them() -> None:
     history = after(after(StageStabilityStats(), 0, WRONG, 2), 0, RIGHT, 2)
     assert history.learnt == {0: (pytest.approx(0.5), 1.0, 4)}
     of_late = after(history, 0, WRONG, 3, left_s=0.0).learnt[0]
@@ -58,7 +58,7 @@ def test_what_was_learnt_is_where_another_history_begins() -> None:
     assert not history.is_worthwhile(0, is_idle=True), "each learns by itself"
 
 
-def test_searches_whose_stages_are_all_wrong_are_hopeless_until_one_is_right() -> None:
+def test_searches_with_only_wrong_stages_are_never_worthwhile_until_one_is_right() -> None:
     history = StageStabilityStats()
     assert not history.never_worthwhile
     for stage in range(3):

@@ -88,7 +88,7 @@ class Limit:
 class Fail:
     """The living speculation fails, or the one before it does, late."""
 
-    is_late: bool = False
+    is_previous: bool = False
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ class Engine:
     is_closed: bool = False
 
     @property
-    def is_over(self) -> bool:
+    def is_finished(self) -> bool:
         return self.is_final or self.is_closed
 
     def run(self, search: SpeculativePipeline[str], event: Event) -> None:
@@ -134,9 +134,9 @@ class Engine:
                 actions = search.on_load(num_pending)
             case Limit(max_prefill_bs):
                 search.max_prefill_bs, room, actions = max_prefill_bs, False, []
-            case Fail(is_late):
+            case Fail(is_previous):
                 room = False
-                number = len(self.started) - (2 if is_late else 1)
+                number = len(self.started) - (2 if is_previous else 1)
                 self.failed += number in self.live and not self.confirmed
                 self.live.discard(number)
                 actions = search.on_failed(number)
@@ -148,11 +148,11 @@ class Engine:
         assert room or len(self.started) == num_started, "started without room"
         assert len(self.live) <= 1
         assert len(self.confirmed) + len(self.generated) == self.is_final, "exactly one answer, once all is final"
-        assert not (self.is_over and search.is_deferred)
+        assert not (self.is_finished and search.is_deferred)
         assert all(self.started[n] == self.shown for n in self.live), "what lives is what was shown last"
         if self.is_final and not self.confirmed:
             assert self.generated == [self.shown]
-        if self.is_over:
+        if self.is_finished:
             assert self.live <= set(self.confirmed), "all that was started is confirmed, cancelled or failed"
         elif room and self.is_worthwhile and self.failed < self.max_failures:
             assert self.live, "there was room, and the candidates stand"
@@ -161,7 +161,7 @@ class Engine:
         match action:
             case Start(number, candidates):
                 assert not self.live
-                assert not self.is_over
+                assert not self.is_finished
                 assert number not in self.started
                 assert candidates == self.shown
                 assert self.is_worthwhile
@@ -185,7 +185,7 @@ def play(events: list[Event], *, max_failures: int = 2) -> Engine:
     search = pipeline(max_failures=max_failures)
     engine = Engine(max_failures)
     for event in events:
-        if isinstance(event, Stage) and engine.is_over:
+        if isinstance(event, Stage) and engine.is_finished:
             continue
         engine.run(search, event)
     return engine
@@ -199,7 +199,7 @@ INTERLUDES: tuple[tuple[Event, ...], ...] = (
     (Limit(NO_ROOM + 1), Load(NO_ROOM)),
     (Fail(),),
     (Fail(), Load(0)),
-    (Fail(is_late=True),),
+    (Fail(is_previous=True),),
     (Close(),),
 )
 """What may happen between two stages."""
@@ -227,7 +227,7 @@ def searches(num_stages: int) -> Iterator[list[Event]]:
 def test_every_interleaving_of_six_stages_keeps_every_promise(max_failures: int) -> None:
     """Exhaustive: each event in each state that any order of events leads to; states that differ in numbers are one."""
     num_stages = 6
-    others: list[Event] = [Load(0), Load(NO_ROOM), Fail(), Fail(is_late=True), Close()]
+    others: list[Event] = [Load(0), Load(NO_ROOM), Fail(), Fail(is_previous=True), Close()]
     others += [Limit(0), Limit(NO_ROOM), Limit(NO_ROOM + 1)]
     seen: set[tuple[object, ...]] = set()
     reached = [(pipeline(max_failures=max_failures), Engine(max_failures), 0)]
@@ -236,7 +236,7 @@ def test_every_interleaving_of_six_stages_keeps_every_promise(max_failures: int)
         search, engine, stage = reached.pop()
         yes_no = (False, True)
         stages = [Stage(*of) for of in product("ABC", (0, NO_ROOM), yes_no, yes_no)]
-        can_go_on = not engine.is_over and stage < num_stages
+        can_go_on = not engine.is_finished and stage < num_stages
         for event in [*others, *(s for s in stages if can_go_on and (s.is_final or stage < num_stages - 1))]:
             next_search, next_engine = deepcopy(search), deepcopy(engine)
             next_engine.run(next_search, event)

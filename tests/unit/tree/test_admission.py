@@ -49,7 +49,7 @@ def new_tree() -> KnowledgeTree:
     return KnowledgeTree(MixturePolicy())
 
 
-def test_what_is_worth_less_than_all_that_is_there_stays_out() -> None:
+def test_a_block_of_lower_priority_than_all_present_is_not_admitted() -> None:
     tree = new_tree()
     for _ in range(3):
         ask(tree, "A")
@@ -78,7 +78,7 @@ class NamedRanks(ReplacementPolicy):
         return self._ranks[stats.doc_id]
 
 
-def test_a_node_is_worth_what_stands_on_it() -> None:
+def test_the_priority_of_a_node_includes_its_subtree() -> None:
     tree = KnowledgeTree(NamedRanks(old=2.0, low=1.0, high=3.0))
     for documents in (["old"], ["low"], ["low", "high"], ["high", "low"]):
         ask(tree, *documents)

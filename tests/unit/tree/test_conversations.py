@@ -58,7 +58,7 @@ def test_a_prompt_with_a_whole_prompt_and_its_answer_before_it_is_the_next_turn(
     ["sys A q1", "sys A q1 other", "sys A q2", "sys B q1 a1", "q1 a1 b1 q2"],
     ids=["again", "edited", "another question", "another document", "a shorter history"],
 )
-def test_a_prompt_that_only_begins_alike_is_no_turn(prompt: str) -> None:
+def test_a_prompt_with_only_a_common_beginning_is_no_turn(prompt: str) -> None:
     chat = Chat()
     chat.ask("sys A q1", "a1 b1")
     assert chat.ask(prompt) == 1
@@ -90,7 +90,7 @@ def test_what_ends_a_single_turn_goes_before_documents_and_what_may_return_stays
     assert chatty.tree.locate(chain("S29", "q29", "a29")[-1]) is not None
 
 
-def test_of_conversations_as_old_those_that_had_more_turns_stay() -> None:
+def test_conversations_with_more_turns_outlive_equally_old_ones() -> None:
     chat = Chat()
     for i in range(100):  # one in five goes on, and then for long
         chat.ask(f"q{i}", f"a{i}")

@@ -153,7 +153,7 @@ def test_a_node_that_others_stand_on_leaves_where_its_evictor_moves_it_down(move
     assert tree.victim(Tier.GPU) is (first if moves_down else None)
 
 
-def test_the_victim_keeps_its_numbers_if_it_is_put_elsewhere_before_it_is_given_up() -> None:
+def test_the_victim_keeps_its_numbers_if_it_is_moved_before_the_eviction() -> None:
     tree = new_tree(moves_down=True, keeps_frequency=False)
     (moved,) = cache(tree, prompt("A"))
     (dropped,) = cache(tree, prompt("B"))

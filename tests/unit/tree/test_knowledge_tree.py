@@ -100,7 +100,7 @@ def test_the_highest_of_the_counts_stored_with_a_documents_units_wins(stored: tu
     assert (node.frequency, node.avg_cost_s) == (5, 5e-3)
 
 
-def test_counts_start_anew_also_where_blocks_are_cached_before_the_access_is_counted() -> None:
+def test_counts_restart_also_where_blocks_are_cached_before_the_access_is_counted() -> None:
     """As in the engine: vLLM caches a request's blocks when it schedules them, and then it is admitted."""
     tree = KnowledgeTree(LRUPolicy(), keeps_frequency=False)
     for _ in range(3):

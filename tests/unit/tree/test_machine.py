@@ -345,7 +345,7 @@ class TreeMachine(RuleBasedStateMachine):
             assert self.tree.num_leading_tokens(node) == (missing[0] if missing else len(keys))
 
     @invariant()
-    def whoever_wants_to_know_is_told_of_every_node_that_changed(self) -> None:
+    def listeners_are_notified_of_every_changed_node(self) -> None:
         now = {(tier, key) for tier in Tier for key in self.resident[tier]}
         for _, key in now ^ self.seen:
             location = self.tree.locate(key)

@@ -39,24 +39,24 @@ def evict_all(tree: KnowledgeTree, tier: Tier = Tier.GPU) -> str:
 
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))
-@pytest.mark.parametrize("is_late", [False, True], ids=["before it is offered", "while it is offered"])
-def test_what_a_waiting_request_will_hit_goes_last(policy: str, is_late: bool) -> None:
+@pytest.mark.parametrize("is_offered_first", [False, True], ids=["before it is offered", "while it is offered"])
+def test_what_a_waiting_request_will_hit_goes_last(policy: str, is_offered_first: bool) -> None:
     tree = KnowledgeTree(POLICIES[policy](PrefillCostModel.default()))
     segments = [document("A"), document("B", "A")]
-    if not is_late:
+    if not is_offered_first:
         tree.insert(segments)
         tree.protect(("A", "B", 1))
     cache(tree, *segments)
     for doc_id in "CDE":
         cache(tree, document(doc_id))
         cache(tree, document(doc_id))
-    if is_late:
+    if is_offered_first:
         tree.protect(("A", "B", 1))
     assert evict_all(tree)[-2:] == "BA"
 
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))
-def test_what_nobody_waits_for_any_more_goes_as_always(policy: str) -> None:
+def test_unprotected_documents_are_evicted_in_normal_order(policy: str) -> None:
     orders = []
     for protects in (False, True):
         tree = KnowledgeTree(POLICIES[policy](PrefillCostModel.default()))
@@ -132,7 +132,7 @@ def told(changed: set[TreeNode]) -> set[Hashable]:
     return names
 
 
-def test_whoever_wants_to_know_is_told_which_nodes_changed() -> None:
+def test_listeners_are_notified_of_changed_nodes() -> None:
     tree = KnowledgeTree(LRUPolicy(), ghost_size=0)
     cache(tree, document("A"))
     tree.changes = NodeChanges()

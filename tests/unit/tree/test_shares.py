@@ -55,7 +55,7 @@ requests = st.lists(st.tuples(st.sampled_from(TENANTS), paths), min_size=1, max_
 
 
 @given(requests, st.sampled_from(["lru", "pgdsf", "mixture"]))
-def test_nobody_matches_what_another_tenant_has_cached(asked: list[tuple[str | None, list[str]]], policy: str) -> None:
+def test_no_tenant_matches_blocks_of_another_tenant(asked: list[tuple[str | None, list[str]]], policy: str) -> None:
     tree = KnowledgeTree(make_policy(policy, PrefillCostModel.default()))
     divided(tree)
     own: dict[str | None, set[bytes]] = {tenant: set() for tenant in TENANTS}
@@ -72,7 +72,7 @@ def test_nobody_matches_what_another_tenant_has_cached(asked: list[tuple[str | N
 
 
 @given(requests)
-def test_a_full_tier_takes_nobody_below_his_share_while_another_has_more(
+def test_a_full_tier_evicts_no_owner_below_quota_while_another_is_over_quota(
     asked: list[tuple[str | None, list[str]]],
 ) -> None:
     tree = divided(new_tree())
@@ -82,7 +82,7 @@ def test_a_full_tier_takes_nobody_below_his_share_while_another_has_more(
         missing = [key for segment in segments for key in segment.keys if not is_cached(tree, key)]
         num_over = tree.tiers[Tier.GPU].num_units + len(missing) - CAPACITY
         if num_over > 0:
-            before, over = owned(tree), shares.over()
+            before, over = owned(tree), shares.owners_over_quota()
             gone = Counter(unit.node.owner for unit in units_in(tree.evict_up_to(Tier.GPU, num_over)))
             for victim, num_units in gone.items():
                 others = [other for other in over if other != victim and shares.excess(other) > 0]
@@ -108,7 +108,7 @@ def test_who_floods_a_tier_pushes_out_himself() -> None:
     assert owned(tree) == {"a": 8, "b": 16}
 
 
-def test_what_nobody_needs_may_be_used_by_others_and_comes_back() -> None:
+def test_unused_quota_is_lent_to_other_owners_and_returned() -> None:
     tree = divided(new_tree())
     for i in range(12):
         cache(tree, prompt("b", f"flood {i}"))
@@ -119,7 +119,7 @@ def test_what_nobody_needs_may_be_used_by_others_and_comes_back() -> None:
     assert owned(tree) == {"a": 8, "b": 16}
 
 
-def test_who_has_less_than_his_share_is_taken_in_whatever_the_other_is_worth() -> None:
+def test_an_owner_below_quota_is_admitted_whatever_the_priority_of_others() -> None:
     """A selective host tier asks what is worth more: who came first, and is asked often, would keep it for ever."""
     tree = KnowledgeTree(make_policy("mixture", PrefillCostModel.default()))
     divided(tree, Tier.HOST)
@@ -141,11 +141,11 @@ def test_a_quota_is_kept_by_giving_up_ones_own() -> None:
     for i in range(8):
         cache(tree, prompt("a", f"mine {i}"))
         cache(tree, prompt("b", f"his {i}"))
-        gone = tree.evict_from_owner(Tier.GPU, "a", shares.over_quota("a"))
+        gone = tree.evict_from_owner(Tier.GPU, "a", shares.num_over_quota("a"))
         assert {run.node.owner for run in gone} <= {"a"}
         assert owned(tree)["a"] <= 6
     assert owned(tree) == {"a": 6, "b": 16}
-    assert (shares.over_quota("a"), shares.over_quota("a", 2), shares.over_quota("b", 100)) == (0, 2, 0)
+    assert (shares.num_over_quota("a"), shares.num_over_quota("a", 2), shares.num_over_quota("b", 100)) == (0, 2, 0)
 
 
 def in_collections(*documents: str, blocks: int = 2) -> list[PathSegment]:

@@ -18,14 +18,14 @@ from ragcache_core.vllm_plugin.server.api_server import (
 OURS = cache_arguments(CacheConfig(host_bytes="1MiB"), engine_id="e")
 
 
-def test_blocks_hold_32_tokens_on_a_cpu_unless_somebody_says_otherwise() -> None:
+def test_blocks_hold_32_tokens_on_a_cpu_by_default() -> None:
     assert cpu_defaults(OURS, {}) == ["--block-size", "32"]
     assert cpu_defaults(cache_arguments(CacheConfig(host_bytes=0), engine_id="e"), {}) == ["--block-size", "32"]
     for said in (["--block-size", "64"], ["--block_size=64"]):
         assert cpu_defaults([*OURS, *said], {}) == []
 
 
-def test_kv_memory_on_a_cpu_is_what_the_launch_says_unless_somebody_says_otherwise() -> None:
+def test_kv_memory_on_a_cpu_is_what_the_launch_sets_unless_configured() -> None:
     environ = {CPU_KV_CACHE_BYTES_ENV: "5"}
     assert cpu_defaults(["--model", "m"], environ) == ["--kv-cache-memory-bytes", "5"]
     assert cpu_defaults(["--gpu_memory_utilization=0.5"], environ) == []

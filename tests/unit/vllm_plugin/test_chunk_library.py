@@ -151,7 +151,7 @@ def test_a_pinned_chunk_is_never_evicted() -> None:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_every_policy_of_the_tiers_says_which_chunk_goes(policy: str) -> None:
+def test_every_policy_of_the_tiers_reports_which_chunk_goes(policy: str) -> None:
     books = library(policy)
     first = [capture(books, tokens(chunk)) for chunk in range(6)]
     for _ in range(3):
@@ -209,7 +209,7 @@ def on_disk_alone(books: ChunkManager) -> ChunkVariant:
     return variant
 
 
-def test_pages_that_are_read_into_belong_to_nobody_else_until_the_disk_is_done() -> None:
+def test_pages_are_exclusive_to_a_disk_read_until_it_ends() -> None:
     books = library(num_disk_pages=NUM_DISK_PAGES)
     wanted = on_disk_alone(books)
     assert books.pin([wanted], "asks")
@@ -289,7 +289,7 @@ def test_what_a_disk_does_not_answer_for_in_time_is_lost_and_its_pages_are_free(
     assert reserve(books, tokens(30, NUM_PAGES * T)) is not None
 
 
-def test_a_full_disk_gives_up_the_chunk_that_is_worth_least() -> None:
+def test_a_full_disk_evicts_the_chunk_with_the_lowest_priority() -> None:
     books = library(num_disk_pages=4)
     first = capture(books, tokens(1))
     do_all(books)

@@ -358,7 +358,7 @@ def test_a_full_file_system_costs_what_is_written_meanwhile_and_is_tried_again(
     assert until(lambda: write(memory, (2,), 5, number=2).is_done)
 
 
-def test_a_disk_that_does_not_answer_is_given_up_and_writes_nothing_afterwards(
+def test_a_hanging_disk_is_disabled_and_writes_nothing_afterwards(
     opening: Opening, gate: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gate.set()
@@ -438,6 +438,6 @@ def test_statistics_of_another_format_are_refused() -> None:
         unpack_statistics([b"\7" * 4096])
 
 
-def test_a_part_is_told_from_other_keys() -> None:
+def test_a_part_is_distinguished_from_other_keys() -> None:
     assert read_part_key(part_key(b"k" * 32, 5, 6)) == (b"k" * 32, 5, 6)
     assert read_part_key(b"something else") is None

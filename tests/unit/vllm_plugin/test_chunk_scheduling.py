@@ -135,7 +135,7 @@ class Bench:
         self.scheduling.on_finished("storing")
 
 
-def test_a_request_of_which_nothing_is_stored_is_prefilled_and_its_chunks_are_captured() -> None:
+def test_a_request_without_stored_chunks_is_prefilled_and_captured() -> None:
     bench = Bench()
     bench.store("ab")
     library = bench.scheduling.library
@@ -293,7 +293,7 @@ def test_an_aborted_job_is_cancelled_and_holds_nothing() -> None:
     assert not bench.scheduling.library._reservations
 
 
-def test_a_preempted_request_begins_anew() -> None:
+def test_a_preempted_request_restarts() -> None:
     bench = Bench()
     bench.arrive("r", "ab")
     bench.scheduling.offer("r", 0)
@@ -532,7 +532,7 @@ def test_workers_that_compute_scattered_rows_get_them_one_by_one_and_all_at_once
     assert num_runs > num_long_runs
 
 
-def test_jobs_that_nobody_has_asked_for_run_in_short_steps() -> None:
+def test_speculative_jobs_run_in_short_steps() -> None:
     bench = Bench(max_step_tokens=4096)
     bench.store("ab")
     bench.arrive("r", "ba", question=range(1000, 2500))
@@ -547,7 +547,7 @@ def test_jobs_that_nobody_has_asked_for_run_in_short_steps() -> None:
 
 
 @pytest.mark.parametrize(("is_eager", "is_scattered", "first"), [(True, False, 10), (False, False, 0), (True, True, 0)])
-def test_what_vllm_itself_would_round_otherwise_is_nobody_elses(is_eager: bool, is_scattered: bool, first: int) -> None:
+def test_rows_that_vllm_would_round_differently_are_not_reused(is_eager: bool, is_scattered: bool, first: int) -> None:
     bench = Bench(is_eager=is_eager)
     if is_scattered:
         bench.scheduling.scatter_rows()

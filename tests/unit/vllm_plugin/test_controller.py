@@ -44,7 +44,7 @@ def test_a_requests_figures_say_where_its_tokens_came_from_and_how_long_it_waite
     assert (report["num_loaded_bytes"], report["num_stored_bytes"]) == (2000, 330)
 
 
-def test_a_request_that_was_given_up_while_it_waited_has_no_times_and_is_not_counted() -> None:
+def test_a_request_that_was_abandoned_while_it_waited_has_no_times_and_is_not_counted() -> None:
     it = controller()
     it.on_new_request("r", RequestMetadata(segments((None, 9))), keys(2), 9, 10.0)
     figures = it.on_finished("r")
@@ -105,7 +105,7 @@ def test_what_cached_blocks_save_is_what_the_prefill_takes_longer_without_them()
     assert it.saved_s(whole, 0, 6) == cost.estimate_s(0, 24) - cost.estimate_s(24, 1), "a token is always computed"
 
 
-def test_a_speculation_counts_as_a_request_only_once_somebody_asks() -> None:
+def test_a_speculation_counts_as_a_request_only_once_confirmed() -> None:
     it = controller()
     metadata = RequestMetadata(segments(("a", 8), (None, 10)), "s", True)
     counted = ("num_requests", "num_prompt_tokens", "num_reordered_prompts")
@@ -183,7 +183,7 @@ def test_a_prefill_by_forecast_seeds_uses_and_cost_and_counts_nothing() -> None:
     assert (report["num_speculative_tokens"], report["num_wasted_tokens"]) == (6, 0), "it is no guess"
 
 
-def test_a_speculation_waits_at_first_and_whenever_it_is_preempted_until_somebody_asks() -> None:
+def test_a_new_or_preempted_speculation_waits_until_it_is_confirmed() -> None:
     it = controller()
     it.on_new_request("s", RequestMetadata(segments((None, 10)), "s"), keys(2), 10, 10.0)
     it.on_new_request("real", RequestMetadata(segments((None, 10))), keys(2), 10, 10.0)
@@ -271,7 +271,7 @@ def hottest(it: CacheController) -> list[dict[str, Any]]:
     return cast("list[dict[str, Any]]", it.report()["hottest_documents"])
 
 
-def test_a_tenants_hot_documents_lie_where_his_own_kv_does(tmp_path: Path) -> None:
+def test_hot_documents_of_a_tenant_are_counted_from_its_own_kv(tmp_path: Path) -> None:
     file = tmp_path / "tenants.toml"
     file.write_text("".join(f'[[tenants]]\nname = "{name}"\nkeys = ["{name * 16}"]\n' for name in "xy"))
     it = controller(tiers={tier: TierReport(1000, 10) for tier in Tier}, tenants=file)

@@ -190,7 +190,7 @@ def test_no_more_than_the_buffers_is_allocated(opening: Opening, monkeypatch: py
 def test_a_slow_disk_that_gets_on_is_given_time_for_what_waits(
     opening: Opening, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(disk_io, "_PATIENCE_S", 0.05)
+    monkeypatch.setattr(disk_io, "_TIMEOUT_S", 0.05)
     monkeypatch.setattr(disk_io, "_SLOWEST_BYTES_PER_S", CHUNK_BYTES)
     write = SlotFile.write
     monkeypatch.setattr(SlotFile, "write", lambda self, *args: (time.sleep(0.1), write(self, *args))[1])  # a slow disk
@@ -315,7 +315,7 @@ def failing_write(file: SlotFile, *args: object) -> None:
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
-def test_a_job_is_read_by_several_readers_and_what_is_given_up_of_it_costs_nothing_of_the_rest(
+def test_a_job_is_read_by_several_readers_and_a_cancelled_part_costs_nothing(
     opening: Opening, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(disk_io, "_READ_AT_ONCE_BYTES", 1)

@@ -42,10 +42,10 @@ class Shelf:
             self.it.tree.remove(at.node, 1 << at.unit, self.tier)
         return Freed({self.tier: num_blocks}, {self.tier: 100 * num_blocks})
 
-    def num_left(self) -> int:
+    def num_pending(self) -> int:
         return self.late
 
-    def why_left(self) -> str | None:
+    def deletion_problem(self) -> str | None:
         return self.why
 
 
@@ -115,7 +115,7 @@ def test_the_same_tokens_under_two_ids_are_the_document_of_both() -> None:
         assert gpu.seen[0].units == keys(3)[1:]
 
 
-def test_who_names_the_same_tokens_anew_in_every_request_has_no_endless_list_of_names() -> None:
+def test_a_document_with_a_new_name_in_every_request_keeps_a_bounded_list_of_names() -> None:
     it = controller()
     for number in range(100):
         run(it, "r", segments((f"copy {number}", 8)), keys(2))
@@ -151,7 +151,7 @@ def test_requests_in_the_engine_keep_theirs_and_share_none_of_it_any_more() -> N
     check_invariants(it.tree)
 
 
-def test_what_is_left_is_told_until_the_last_holder_has_given_it_up() -> None:
+def test_pending_blocks_are_reported_until_the_last_holder_deletes_them() -> None:
     it = controller()
     shelves = Shelf(it, Tier.HOST), Shelf(it, Tier.DISK)
     run(it, "r", segments(("a", 8)), keys(2))
@@ -211,7 +211,7 @@ def test_what_may_have_been_made_of_a_document_elsewhere_is_forgotten_with_it() 
     check_invariants(it.tree)
 
 
-def test_what_was_made_of_something_too_old_is_given_up_with_it() -> None:
+def test_derived_blocks_are_deleted_with_their_too_old_source() -> None:
     it = controller()
     gpu, apart = Shelf(it, Tier.GPU), private_hashes(keys(6), 1, b"same")
     it.on_new_request("one", RequestMetadata(segments(("a", 12), (None, 24))), keys(6), 24, 0.0)

@@ -65,7 +65,7 @@ def test_documents_beyond_the_limit_are_transient_and_not_stored() -> None:
         (segments(("a", 8), ("b", 20)), 5, 20),
     ],
 )
-def test_what_is_worth_storing_ends_with_the_last_kept_document(
+def test_blocks_are_stored_up_to_the_last_kept_document(
     parts: tuple[PromptSegment, ...], limit: int | None, expected: int | None
 ) -> None:
     it = controller(max_cached_documents=limit)
@@ -96,7 +96,7 @@ def go_on(it: CacheController, mark: str, before: list[bytes]) -> int | None:
     return limit
 
 
-def test_what_stands_behind_the_documents_is_stored_once_conversations_go_on() -> None:
+def test_turns_after_the_documents_are_stored_once_conversations_continue() -> None:
     it = controller()
     first, limit = talk(it, "first")
     assert limit == 8, "to the end of the document"

@@ -21,7 +21,7 @@ def prompt(number: int) -> Any:
     return Prompt(f"prompt{number}")
 
 
-def test_of_very_many_prompts_the_first_are_given_up() -> None:
+def test_of_very_many_prompts_the_first_are_abandoned() -> None:
     ended: list[str] = []
     read: list[str] = []
     controller: Any = SimpleNamespace(

@@ -64,14 +64,14 @@ class Engine:
             location = self.controller.locate_block(keys, i)
             self.controller.tree.add(location.node, 1 << location.unit, tier)
 
-    def tell(self) -> int:
+    def publish(self) -> int:
         """Ask until nothing is left to say; return how many answers that took."""
         num_answers = 1
-        while not self.tell_a_part():
+        while not self.publish_a_part():
             num_answers += 1
         return num_answers
 
-    def tell_a_part(self) -> bool:
+    def publish_a_part(self) -> bool:
         answer: Any = json.loads(json.dumps(self.controller.paths.changes(self.cursor)))
         if answer["is_reset"]:
             self.mirror = CachedPaths()
@@ -81,7 +81,7 @@ class Engine:
 
     def check(self) -> None:
         """Compare the mirror with what the tree itself finds."""
-        self.tell()
+        self.publish()
         check_invariants(self.controller.tree, is_connected=False)
         for (prefix, documents), (keys, num_tokens) in self.shown.items():
             match = self.controller.tree.match_prefix([PathSegment(keys, num_tokens)])
@@ -110,7 +110,7 @@ def prefix_of(static: int = 0) -> bytes:
 def test_a_prompt_that_was_computed_is_cached_up_to_each_of_its_documents() -> None:
     it = Engine()
     it.ask("ac")
-    it.tell()
+    it.publish()
     cached = [it.mirror.num_cached_tokens(prefix_of(), ids) for ids in ("", "a", "ac", "c", "ca")]
     assert cached == [4, 12, 24, 4, 4]
     assert it.mirror.num_cached_tokens(prefix_of(1), "a") == 0
@@ -140,7 +140,7 @@ def test_what_the_tree_has_from_before_a_restart_is_known_from_the_first_request
     for documents in ("ac", "bca", "cb"):
         old.ask(documents)
     new = restarted(old)
-    new.tell()
+    new.publish()
     assert new.last == [], "their prefix is not known"
     new.ask("ab")
     new.shown |= old.shown
@@ -156,21 +156,21 @@ def test_paths_from_before_a_restart_belong_to_the_static_prefix_in_front_of_the
     old.ask("ac", static=1)
     new = restarted(old)
     new.ask("b", static=2)
-    new.tell()
+    new.publish()
     assert new.mirror.num_cached_tokens(prefix_of(2), "a") == 4
     new.ask("b", static=1)
-    new.tell()
+    new.publish()
     assert new.mirror.num_cached_tokens(prefix_of(1), "ac") == 24
 
 
-def test_what_is_private_is_not_told_after_a_restart() -> None:
+def test_private_documents_are_not_reported_after_a_restart() -> None:
     old = Engine()
     old.ask("ac")
     new = restarted(old)
     for node in new.controller.tree.nodes():
         node.is_private = node.doc_id == "c"
     new.ask("b")
-    new.tell()
+    new.publish()
     assert new.mirror.num_cached_tokens(prefix_of(), "ac") == new.mirror.num_cached_tokens(prefix_of(), "a") == 12
 
 
@@ -178,7 +178,7 @@ def test_what_is_private_is_not_told_after_a_restart() -> None:
     ("owner", "is_everybodys", "is_acmes"),
     [(None, True, False), ("book", True, False), ("acme", False, True), ("gone", False, False)],
 )
-def test_after_a_restart_everybody_is_told_what_is_nobodys_and_a_tenant_what_is_his(
+def test_after_a_restart_tenants_see_their_own_and_unowned_documents(
     tmp_path: Path, owner: str | None, is_everybodys: bool, is_acmes: bool
 ) -> None:
     path = tmp_path / "tenants.toml"
@@ -189,7 +189,7 @@ def test_after_a_restart_everybody_is_told_what_is_nobodys_and_a_tenant_what_is_
     for node in new.controller.tree.nodes():
         node.owner = owner if node.doc_id else None
     new.ask("b")
-    new.tell()
+    new.publish()
     assert (new.mirror.num_cached_tokens(prefix_of(), "ac") == 24) == is_everybodys
     acmes, mirror = new.controller.paths_of("acme"), CachedPaths()
     tokens = [0] * STATIC + [ord("b")] * LENGTHS["b"]
@@ -203,20 +203,20 @@ def test_each_of_several_engines_knows_its_own_part_of_a_cursor() -> None:
     engines = [Engine(), Engine()]
     for it, documents in zip(engines, ("ac", "b"), strict=True):
         it.ask(documents)
-        it.tell()
+        it.publish()
     cursor = "-".join(it.cursor for it in engines)
     for it in engines:
         it.ask("e")
         it.cursor = cursor
-        it.tell()
+        it.publish()
         assert [change[1] for change in it.last] == [["e"]], "and nothing of what was told before"
 
 
-def test_nobody_asks_any_more_and_the_tree_is_not_followed() -> None:
+def test_the_tree_is_not_followed_once_no_client_polls() -> None:
     it = Engine()
     it.controller.paths = PrefixPublisher(it.controller.tree, BLOCK, max_unread=5)
     it.ask("a")
-    it.tell()
+    it.publish()
     it.controller.on_step(1.0, 2.0)
     assert it.controller.paths.is_following
     for documents in ("ab", "ac", "bc", "cb"):
@@ -228,15 +228,15 @@ def test_nobody_asks_any_more_and_the_tree_is_not_followed() -> None:
     it.check()
 
 
-def test_a_cache_that_is_emptied_at_once_is_told_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cache_that_is_emptied_at_once_is_reported_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ragcache_core.vllm_plugin.cache.prefix_publisher._MAX_AT_ONCE", 2)
     it = Engine()
     for documents in ("ab", "ba", "ca", "cb", "ac"):
         it.ask(documents)
-    assert it.tell() > 2
+    assert it.publish() > 2
     it.check()
     it.controller.tree.clear_tier(Tier.GPU)
-    assert it.tell() > 2
+    assert it.publish() > 2
     assert len(it.mirror) == 0
 
 
@@ -244,17 +244,17 @@ def test_the_oldest_paths_are_forgotten_and_said_to_be_gone() -> None:
     it = Engine()
     it.controller.paths = PrefixPublisher(it.controller.tree, BLOCK, max_paths=3)
     it.ask("a")
-    it.tell()
+    it.publish()
     assert it.mirror.num_cached_tokens(prefix_of(), "a") == 12
     it.ask("c")
     it.ask("b")
-    it.tell()
+    it.publish()
     assert len(it.controller.paths) == 3
     assert it.mirror.num_cached_tokens(prefix_of(), "a") == 4
     assert it.mirror.num_cached_tokens(prefix_of(), "b") == 8
 
 
-def test_documents_behind_the_last_that_is_told_of_are_not_looked_at() -> None:
+def test_documents_after_the_last_reported_one_are_not_checked() -> None:
     it = Engine()
     num_documents = 2000
     tokens = list(range((num_documents + 1) * BLOCK))
@@ -263,9 +263,9 @@ def test_documents_behind_the_last_that_is_told_of_are_not_looked_at() -> None:
     it.controller.on_new_request("r", RequestMetadata(tiled), keys, len(tokens), 0.0)
     it.controller.paths.track(tokens, tiled, keys)
     assert len(it.controller.paths) == MAX_PATH_DOCUMENTS + 1
-    it.tell()
+    it.publish()
     it.hold(keys, Tier.GPU)
-    it.tell()
+    it.publish()
     assert len(it.last) == MAX_PATH_DOCUMENTS + 1
     prefix = static_prefix_digest(tokens, tiled)
     assert prefix is not None
@@ -283,8 +283,8 @@ def test_documents_behind_the_last_that_is_told_of_are_not_looked_at() -> None:
             st.tuples(st.just("lower"), st.sampled_from([Tier.HOST, Tier.DISK]), st.integers(0, 30)),
             st.tuples(st.just("lose"), st.sampled_from(list(Tier)), st.integers(0, 30)),
             st.tuples(st.just("clear"), st.sampled_from(list(Tier)), st.none()),
-            st.tuples(st.just("tell"), st.none(), st.none()),
-            st.tuples(st.just("tell a part"), st.none(), st.none()),
+            st.tuples(st.just("publish"), st.none(), st.none()),
+            st.tuples(st.just("publish a part"), st.none(), st.none()),
         ),
         max_size=40,
     ),
@@ -292,7 +292,7 @@ def test_documents_behind_the_last_that_is_told_of_are_not_looked_at() -> None:
     st.sampled_from([1, 2, 1000]),
     st.sampled_from([3, 50_000]),
 )
-def test_whatever_happens_the_mirror_says_what_the_tree_would(
+def test_whatever_happens_the_mirror_reports_what_the_tree_would(
     steps: list[Any], ghost_size: int, num_at_once: int, max_unread: int
 ) -> None:
     with pytest.MonkeyPatch.context() as patched:
@@ -310,13 +310,13 @@ def test_whatever_happens_the_mirror_says_what_the_tree_would(
             st.tuples(st.just("ask"), st.permutations("abc").map(lambda p: "".join(p[:2])), st.integers(0, 2)),
             st.tuples(st.just("evict"), st.sampled_from(list(Tier)), st.integers(1, 12)),
             st.tuples(st.just("lose"), st.sampled_from(list(Tier)), st.integers(0, 30)),
-            st.tuples(st.just("tell a part"), st.none(), st.none()),
+            st.tuples(st.just("publish a part"), st.none(), st.none()),
         ),
         max_size=20,
     ),
     st.sampled_from([1, 2, 1000]),
 )
-def test_whatever_happens_after_a_restart_the_mirror_says_what_the_tree_would(
+def test_whatever_happens_after_a_restart_the_mirror_reports_what_the_tree_would(
     before: list[tuple[str, int]], steps: list[Any], num_at_once: int
 ) -> None:
     old = Engine()
@@ -348,8 +348,8 @@ def run_steps(it: Engine, steps: list[Any]) -> None:
                 it.controller.tree.remove(node, it.controller.tree.resident_mask(node, what), what)
             case "clear":
                 it.controller.tree.clear_tier(what)
-            case "tell a part":
-                it.tell_a_part()
-            case "tell":
-                it.tell()
+            case "publish a part":
+                it.publish_a_part()
+            case "publish":
+                it.publish()
     it.check()

@@ -33,11 +33,11 @@ class Core:
         self.goes_on = asyncio.Event()
         self.works = False
         self.is_dead = False
-        self.num_asked = 0
+        self.num_submitted = 0
         self._cpu_s = 0.0
 
     async def ask(self) -> bool:
-        self.num_asked += 1
+        self.num_submitted += 1
         if self.is_dead:
             raise RuntimeError("EngineCore died")
         if self.owes.is_set():
@@ -65,7 +65,7 @@ async def core() -> Core:
 async def test_an_engine_that_owes_an_answer_and_does_nothing_hangs_until_it_goes_on(core: Core) -> None:
     progress = EngineProgress(core.ask, core.read, limit_s=LIMIT_S)
     watching = asyncio.create_task(progress.watch())
-    assert await eventually(lambda: core.num_asked > 2)
+    assert await eventually(lambda: core.num_submitted > 2)
     assert progress.hang is None
     core.owes.set()
     assert await eventually(lambda: progress.hang is not None)
@@ -82,7 +82,7 @@ async def test_an_engine_that_computes_for_long_does_not_hang(core: Core) -> Non
     progress = EngineProgress(core.ask, core.read, limit_s=LIMIT_S)
     watching = asyncio.create_task(progress.watch())
     assert not await eventually(lambda: progress.hang is not None, 5 * LIMIT_S)
-    assert core.num_asked == 1, "one question is enough"
+    assert core.num_submitted == 1, "one question is enough"
     watching.cancel()
 
 
@@ -96,7 +96,7 @@ async def test_an_engine_whose_step_may_take_no_longer_hangs_though_it_is_busy(c
     watching.cancel()
 
 
-async def test_a_dead_engine_is_vllms_to_tell(core: Core) -> None:
+async def test_a_dead_engine_is_reported_by_vllm(core: Core) -> None:
     core.is_dead = True
     progress = EngineProgress(core.ask, core.read, limit_s=LIMIT_S)
     await asyncio.wait_for(progress.watch(), 5)
@@ -104,7 +104,7 @@ async def test_a_dead_engine_is_vllms_to_tell(core: Core) -> None:
 
 
 @pytest.mark.parametrize(("said", "seconds"), [(None, 30.0), ("", 30.0), ("2.5", 2.5), ("0", None)])
-def test_the_environment_says_how_long_is_too_long(said: str | None, seconds: float | None) -> None:
+def test_the_environment_reports_how_long_is_too_long(said: str | None, seconds: float | None) -> None:
     assert hang_timeout_s({} if said is None else {HANG_TIMEOUT_ENV: said}) == seconds
 
 

@@ -56,7 +56,7 @@ def test_what_was_sent_long_ago_is_forgotten() -> None:
     assert [sent(choice, name) for name in "abcdeb"] == [0, 1, 0, 0, 1, 0]
 
 
-def test_a_tenants_documents_go_where_his_own_are_whatever_others_send() -> None:
+def test_a_tenants_documents_are_routed_to_its_own_cached_ones_only() -> None:
     choice = RankChoice(2)
     with choice.sending("a", "acme") as home:
         pass

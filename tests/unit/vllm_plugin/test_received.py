@@ -11,15 +11,15 @@ from ragcache_core.vllm_plugin.settings import PluginSettings
 def test_what_an_idle_engine_says_without_a_step_is_its_report() -> None:
     received, observed = Received(), list[object]()
     received.begin(PluginSettings(policy="pgdsf"), lambda *said: observed.append(said), engines=[3, 2])
-    received.tell([{"num_requests": 1}, None])
-    received.tell([None, {"num_requests": 2}])
+    received.update([{"num_requests": 1}, None])
+    received.update([None, {"num_requests": 2}])
     assert observed == [({"engine": {"num_requests": 1}}, 2), ({"engine": {"num_requests": 2}}, 3)]
     received = Received()
-    received.tell([{"num_requests": 1}])
+    received.update([{"num_requests": 1}])
     assert received.engine() == {"num_requests": 1}
 
 
-def test_an_engine_has_room_until_it_says_otherwise_and_again_when_it_says_so() -> None:
+def test_an_engine_has_room_until_it_says_otherwise_and_again_when_it_reports_it() -> None:
     received = Received()
     received.begin(PluginSettings(policy="pgdsf", max_prefill_bs=2))
 
@@ -85,7 +85,7 @@ def test_how_long_a_speculation_waited_is_what_the_first_engine_said_last() -> N
     assert received.wait_of("s1099") is not None
 
 
-async def test_whoever_waits_for_figures_gets_them_when_they_arrive() -> None:
+async def test_waiting_requests_get_figures_when_they_arrive() -> None:
     received = Received()
     waiting = [
         asyncio.create_task(received.notifier.wait_for(lambda: received.request("cmpl-1"), 5.0)),

@@ -104,7 +104,7 @@ def test_any_number_of_registrations_is_bounded_and_a_tenants_leave_others_alone
     assert [each.doc_id for each in server.services[0].recognise(None, tokens).documents] == ["kept"]
 
 
-def test_a_server_without_recognition_says_so(client: TestClient) -> None:
+def test_a_server_without_recognition_reports_it(client: TestClient) -> None:
     client.app.state.ragcache_recognition = None  # type: ignore[attr-defined]
     status, said = post(client, {"documents": [document("sun", SUN)]})
     assert status == 404

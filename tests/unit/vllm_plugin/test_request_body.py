@@ -95,7 +95,7 @@ async def test_a_request_goes_to_the_engine_that_has_its_documents_unless_it_nam
         ),
     ],
 )
-async def test_what_no_engine_can_take_is_refused_with_place_value_limit_and_cure(body: str, said: str) -> None:
+async def test_what_no_engine_can_take_is_refused_with_place_value_limit_and_hint(body: str, said: str) -> None:
     status, answer = await ask(body.encode())
     error = json.loads(answer)["error"]
     assert (status, error["code"]) == (400, 400)

@@ -32,5 +32,5 @@ def model(kind: str = "llama", source: str = "auto", override: dict[str, Any] | 
         (model("gpt_oss"), {"is_parsed": True}),
     ],
 )
-def test_it_says_what_depends_on_where_an_answer_is_cut(config: Any, said: dict[str, Any]) -> None:
+def test_it_reports_what_depends_on_where_an_answer_is_cut(config: Any, said: dict[str, Any]) -> None:
     assert json.loads(request_defaults(config)) == said

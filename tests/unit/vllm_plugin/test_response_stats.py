@@ -28,7 +28,7 @@ PARTS = [
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[TestClient]:
     """A server that has answered one request; its route returns what a test asks for."""
     monkeypatch.setattr(response_stats, "received", known := Received())
-    monkeypatch.setattr(response_stats, "_PATIENCE_S", 0.05)
+    monkeypatch.setattr(response_stats, "_TIMEOUT_S", 0.05)
     known.begin(PluginSettings())
     known.add({"requests": {"chatcmpl-1-00000000": FIGURES}}, 0)
 
@@ -62,7 +62,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[TestClient]:
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/responses"])
-def test_a_response_has_the_statistics_of_its_request_where_they_are_asked_for(server: TestClient, path: str) -> None:
+def test_a_response_has_the_statistics_of_its_request_where_they_are_requested(server: TestClient, path: str) -> None:
     asked = server.post(path, json={}, headers=ASKED)
     assert asked.json() == {"id": "chatcmpl-1", "answer": "ü", "ragcache": FIGURES}
     assert int(asked.headers["content-length"]) == len(asked.content)

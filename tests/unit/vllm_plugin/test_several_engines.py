@@ -45,7 +45,7 @@ def test_figures_of_several_engines_add_up() -> None:
     assert merged_report([second]) is second
 
 
-def test_what_engines_have_cached_stands_side_by_side_and_is_complete_when_all_is_told() -> None:
+def test_cached_prefixes_of_engines_are_merged_and_complete_after_the_last_part() -> None:
     told = [
         {"cursor": "5f.2", "is_reset": True, "is_complete": True, "changes": [["00", ["a"], 32, True]]},
         {"cursor": "77.9", "is_reset": False, "is_complete": False, "changes": []},

@@ -169,7 +169,7 @@ def open_files() -> str:
     return "\n".join(names)
 
 
-def test_a_region_is_told_from_one_of_the_same_name_in_another_place(tmp_path: Path) -> None:
+def test_a_region_is_distinguished_from_one_of_the_same_name_elsewhere(tmp_path: Path) -> None:
     engine_id = new_engine_id(os.getpid())
     assert region_place(engine_id, tmp_path) is None
     path = region(tmp_path, engine_id)

@@ -101,7 +101,7 @@ def test_a_tenants_confirmations_evict_no_other_tenants() -> None:
     assert it.take_waited_s() == {}, "the first of them counts"
 
 
-def test_of_a_speculation_it_is_told_how_long_the_request_waited_that_was_admitted_first() -> None:
+def test_a_speculation_reports_the_wait_of_the_first_admitted_request() -> None:
     it = QueuedSpeculations(max_remembered=2)
     first, second = admitted("s", "first", 2.0), admitted("s", "second", 5.0)
     it.on_admitted(first)

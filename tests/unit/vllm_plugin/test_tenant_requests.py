@@ -83,7 +83,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("method", "route"), ALLOWED)
-def test_a_tenants_key_opens_what_asks_and_what_tells_of_himself(server: TestClient, method: str, route: str) -> None:
+def test_a_tenants_key_permits_requests_and_its_own_statistics(server: TestClient, method: str, route: str) -> None:
     assert server.request(method, route, headers=headers(ACME), json={}).status_code == 200
     assert server.request(method, route, json={}).status_code == 401
     assert server.request(method, route, headers=headers("c" * 32), json={}).status_code == 401

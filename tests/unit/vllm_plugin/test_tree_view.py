@@ -40,7 +40,7 @@ def view(it: CacheController, limit: int = 100) -> dict[str, Any]:
     return answer_of(it.tree_view(limit))
 
 
-def test_the_tree_is_told_from_the_root_on_with_what_each_node_takes_where() -> None:
+def test_the_tree_is_listed_from_the_root_with_the_blocks_of_each_node_and_tier() -> None:
     it = controller(tiers=TIERS)
     for name in ("a", "a", "b"):
         ask(it, name)
@@ -57,7 +57,7 @@ def test_the_tree_is_told_from_the_root_on_with_what_each_node_takes_where() -> 
     assert (said["num_nodes"], said["num_left_out"]) == (3, 0)
 
 
-def test_of_more_nodes_than_are_wanted_the_most_used_are_told_and_the_others_counted() -> None:
+def test_the_most_used_nodes_are_listed_and_the_others_counted() -> None:
     it = controller(tiers=TIERS)
     for name in ("a", "b", "b", "c"):
         ask(it, name)
@@ -76,7 +76,7 @@ def test_what_a_request_with_a_salt_asks_for_is_in_no_picture_and_its_documents_
     assert [n["doc_id"] for n in view(it)["nodes"]] == [None, "open"]
 
 
-def test_a_request_is_told_in_its_times_the_latest_first_and_those_that_run_before() -> None:
+def test_recent_requests_are_listed_latest_first_after_running_ones() -> None:
     it = controller(tiers=TIERS)
     ask(it, "a")
     it.on_new_request("waits", RequestMetadata(segments((None, 6))), keys(1, "x"), 6, 12.5)

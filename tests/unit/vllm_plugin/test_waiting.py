@@ -68,7 +68,7 @@ def test_the_priority_is_cached_over_computed_tokens_and_follows_the_tiers() -> 
     assert it.order_priority("r") == 0, "a prefix begins at the beginning"
 
 
-def test_a_change_touches_those_on_whose_path_it_is_even_after_a_split() -> None:
+def test_a_change_touches_only_prefixes_that_contain_it_even_after_a_split() -> None:
     it = controller()
     long = wait(it, "long", "a", num_blocks=6)
     wait(it, "other", "z")

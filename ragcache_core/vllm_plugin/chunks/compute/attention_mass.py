@@ -46,8 +46,8 @@ class Observed:
         self.attend: Attend | None = None
         self._impls = [layer.attention.impl for layer in layers]
         for index, (layer, impl) in enumerate(zip(layers, self._impls, strict=True)):
-            is_late = layer.attention.get_attn_backend().forward_includes_kv_cache_update
-            impl.forward = self._wrapped(index, impl.forward, is_late=is_late)
+            updates_cache_in_forward = layer.attention.get_attn_backend().forward_includes_kv_cache_update
+            impl.forward = self._wrapped(index, impl.forward, updates_cache_in_forward=updates_cache_in_forward)
 
     def close(self) -> None:
         """Give the layers their own ``forward`` back."""
@@ -55,17 +55,19 @@ class Observed:
             del impl.forward
         self._impls = []
 
-    def _wrapped(self, index: int, forward: Callable[..., Any], *, is_late: bool) -> Callable[..., Any]:
-        """Wrap a layer's ``forward``; ``is_late`` where only that brings the keys into the cache."""
+    def _wrapped(
+        self, index: int, forward: Callable[..., Any], *, updates_cache_in_forward: bool
+    ) -> Callable[..., Any]:
+        """Wrap a layer's ``forward``; ``updates_cache_in_forward`` where only that brings the keys into the cache."""
 
         def observed(layer: Any, query: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             observer, attend = self.observer, self.attend
-            if observer is not None and not is_late:
+            if observer is not None and not updates_cache_in_forward:
                 observer(index, query)
             if attend is not None and attend(index, query, kwargs["output"]):
                 return kwargs["output"]
             output = forward(layer, query, *args, **kwargs)
-            if observer is not None and is_late:
+            if observer is not None and updates_cache_in_forward:
                 observer(index, query)
             return output
 

@@ -36,7 +36,7 @@ class Running:
     row_layers: int = 0
 
     @property
-    def num_left(self) -> int:
+    def num_remaining(self) -> int:
         """Rows that are still to be computed."""
         return len(self.positions) - self.num_done
 

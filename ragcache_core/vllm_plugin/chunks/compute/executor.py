@@ -153,7 +153,7 @@ class ChunkExecutor:
         else:
             injection.inject_all()
         for running, _ in slices:
-            if not running.num_left:
+            if not running.num_remaining:
                 self._finish(running)
 
     def _depth(self, fresh: Sequence[Running], placed: Sequence[Placed]) -> int:

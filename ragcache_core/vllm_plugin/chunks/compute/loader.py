@@ -73,16 +73,16 @@ class LayerwiseLoader:
         self._depth = depth
         self._stream = stream
         self._loaded: dict[int, _Loaded] = {}
-        self._num_asked = 0
+        self._num_requested = 0
 
     def inject(self, index: int) -> None:
         """Write the chunks' KV of layer ``index`` into the paged cache."""
         if not self._placed:
             return
         ahead = index + 1 + (self._depth if self._stream is not None else 0)
-        while self._num_asked < min(ahead, len(self._layers)):
-            self._loaded[self._num_asked] = self._load(self._num_asked)
-            self._num_asked += 1
+        while self._num_requested < min(ahead, len(self._layers)):
+            self._loaded[self._num_requested] = self._load(self._num_requested)
+            self._num_requested += 1
         loaded, layer = self._loaded.pop(index), self._layers[index]
         if loaded.event is not None:
             torch.cuda.current_stream().wait_event(loaded.event)

@@ -135,5 +135,5 @@ def warm_up_kernels(layers: Sequence[AttentionLayer]) -> None:
 def _is_replaceable(layer: AttentionLayer) -> bool:
     """Return whether a layer's attention is the plain one, of keys that are in the cache before it begins."""
     attention = layer.attention
-    is_late = attention.get_attn_backend().forward_includes_kv_cache_update
-    return not is_late and not soft_cap(layer) and attention.head_size_v == attention.head_size
+    updates_cache_in_forward = attention.get_attn_backend().forward_includes_kv_cache_update
+    return not updates_cache_in_forward and not soft_cap(layer) and attention.head_size_v == attention.head_size

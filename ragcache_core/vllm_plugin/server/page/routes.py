@@ -11,7 +11,7 @@ from fastapi.responses import Response
 from ragcache_core.vllm_plugin.cache.recent_requests import MAX_REQUESTS
 from ragcache_core.vllm_plugin.cache.tree_view import MAX_NODES
 from ragcache_core.vllm_plugin.compat import call_recent_requests
-from ragcache_core.vllm_plugin.server.document_routes import ask_engines
+from ragcache_core.vllm_plugin.server.document_routes import call_engines
 from ragcache_core.vllm_plugin.server.engine_view import received
 from ragcache_core.vllm_plugin.server.page.files import FILES, HEADERS, read_page_file
 from ragcache_core.vllm_plugin.server.several_engines import joined_requests
@@ -26,7 +26,7 @@ async def tree(request: Request, limit: Annotated[int, Query(ge=1, le=MAX_NODES)
     A node has its ``parent``, null for the first of a path, ``doc_id``, null for what is no document, its tokens, the
     requests that used it and the bytes that it takes in each tier that has it; parents come before their children.
     """
-    return {"engines": await ask_engines(request, "tree", {"limit": limit})}
+    return {"engines": await call_engines(request, "tree", {"limit": limit})}
 
 
 @router.get("/v1/ragcache/requests")

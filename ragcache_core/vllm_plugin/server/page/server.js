@@ -1,7 +1,7 @@
 // What the page asks its server, with the key that it was given, which stays in this tab.
 
 const NAME = "ragcache-key";
-const PATIENCE_MS = 10_000;
+const TIMEOUT_MS = 10_000;
 
 export class Refused extends Error {}
 export class NotForTenants extends Error {}
@@ -17,7 +17,7 @@ export const key = {
 export async function ask(path) {
   const said = key.read();
   const headers = said === null ? {} : { Authorization: `Bearer ${said}` };
-  const answer = await fetch(path, { headers, cache: "no-store", signal: AbortSignal.timeout(PATIENCE_MS) });
+  const answer = await fetch(path, { headers, cache: "no-store", signal: AbortSignal.timeout(TIMEOUT_MS) });
   if (answer.ok) return answer.json();
   const why = await reason(answer);
   if (answer.status === 401) throw new Refused(said === null ? "" : "The server rejects this key.");

@@ -87,8 +87,8 @@ class RegistrationResult:
 
     def to_dict(self) -> dict[str, Any]:
         """Return it as the route answers it."""
-        said = {"id": self.doc_id, "registered": self.is_registered, "error": self.error, "warning": self.warning}
-        return {name: value for name, value in said.items() if value is not None}
+        state = {"id": self.doc_id, "registered": self.is_registered, "error": self.error, "warning": self.warning}
+        return {name: value for name, value in state.items() if value is not None}
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,11 +193,11 @@ class RecognitionService:
 
     async def _begin_after_the_first(self) -> None:
         ends_s = time.monotonic() + 60.0
-        while (said := await self._call("begin", {"points": None}))["points"] is None:
+        while (state := await self._call("begin", {"points": None}))["points"] is None:
             if time.monotonic() > ends_s:
                 raise ConfigError("the first API server does not begin: look at its log, and start the server again")
             await asyncio.sleep(0.1)
-        self._hashing = _hashing_of(said)
+        self._hashing = _hashing_of(state)
 
     async def follow(self) -> None:
         """Take in what other API servers register, until the engine has died."""
@@ -219,15 +219,15 @@ class RecognitionService:
             used, self._used = list(self._used), {}
             is_stored = self._journal is None or not self._journal.is_broken
             body = {"reader": self._reader, "after": self._last, "limit": _PAGE, "used": used, "is_stored": is_stored}
-            said = await self._call("read", {**body, "counts": asdict(self.counts)})
-            newly_restricted = frozenset(said["restricted"]) - self._restricted
-            self._restricted = frozenset(said["restricted"])
+            state = await self._call("read", {**body, "counts": asdict(self.counts)})
+            newly_restricted = frozenset(state["restricted"]) - self._restricted
+            self._restricted = frozenset(state["restricted"])
             self._is_all_restricted = _ALL in self._restricted
-            self.total = {**said["counts"], "num_documents": said["num_documents"]}
-            if said["is_reset"]:
+            self.total = {**state["counts"], "num_documents": state["num_documents"]}
+            if state["is_reset"]:
                 self._registries.clear()
                 self._refused.clear()
-            changes: list[Change] = [(tenant, doc_id, data) for _, tenant, doc_id, data in said["changes"]]
+            changes: list[Change] = [(tenant, doc_id, data) for _, tenant, doc_id, data in state["changes"]]
             self._apply(changes)
             self._has_ended |= any(data is None for _, _, data in changes)
             if self._journal is not None and (changes or newly_restricted) and not is_written:
@@ -235,9 +235,9 @@ class RecognitionService:
             elif len(changes) == _PAGE:
                 await asyncio.sleep(0)  # requests go on between two pages
             if not changes:
-                self._last = 0 if said["is_reset"] else self._last
+                self._last = 0 if state["is_reset"] else self._last
                 return
-            self._last = said["changes"][-1][0]
+            self._last = state["changes"][-1][0]
 
     def _apply(self, changes: Sequence[Change]) -> None:
         for tenant, doc_id, data in changes:
@@ -414,11 +414,11 @@ class RecognitionService:
         """Return when every API server has taken in a change, "" or why not."""
         await self.pull()  # the second one says that the first one's changes are on disk
         ends_s = time.monotonic() + _EVERYWHERE_S
-        while (said := await self._call("read_by", {"num_readers": self._num_readers}))["number"] < number:
+        while (state := await self._call("read_by", {"num_readers": self._num_readers}))["number"] < number:
             if time.monotonic() > ends_s:
                 return f"not all {self._num_readers} API servers know it after {_EVERYWHERE_S:g} s: register it again"
             await asyncio.sleep(0.05)
-        return "" if said["is_stored"] else _UNSTORED
+        return "" if state["is_stored"] else _UNSTORED
 
     async def forget(self, doc_ids: Set[str]) -> tuple[str, ...]:
         """Remove documents of all tenants, in every API server and on disk; return what could not be done."""
@@ -427,11 +427,11 @@ class RecognitionService:
 
     async def _forget(self, doc_ids: Set[str]) -> str:
         is_known = any(map(self.is_registered, doc_ids))
-        said = await self._call("forget", {"ids": sorted(doc_ids)})
+        state = await self._call("forget", {"ids": sorted(doc_ids)})
         await self.pull()
         if self._journal is not None and is_known:  # the ids must not stay on disk
             await self._rewrite_journal()
-        return await self._wait_for_all(said["last"])
+        return await self._wait_for_all(state["last"])
 
     async def _rewrite_journal(self) -> None:
         assert self._journal is not None
@@ -441,15 +441,15 @@ class RecognitionService:
         async with self._lock:  # what is registered meanwhile is appended afterwards
             after, is_end = 0, False
             while not is_end:
-                said = await self._call("entries", {"after": after, "limit": _PAGE})
-                entries += said["entries"]
-                after, is_end, restricted = said["last"], said["is_end"], said["restricted"]
+                state = await self._call("entries", {"after": after, "limit": _PAGE})
+                entries += state["entries"]
+                after, is_end, restricted = state["last"], state["is_end"], state["restricted"]
             await asyncio.to_thread(self._journal.rewrite, self._hashing.points, restricted, entries)
             self._has_ended, self._rewritten_s = False, time.monotonic()
 
 
-def _hashing_of(said: dict[str, Any]) -> PolynomialHash:
-    one, other = said["points"]
+def _hashing_of(state: dict[str, Any]) -> PolynomialHash:
+    one, other = state["points"]
     return PolynomialHash((one, other))
 
 

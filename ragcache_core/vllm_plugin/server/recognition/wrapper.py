@@ -9,10 +9,13 @@ from __future__ import annotations
 import copy
 import hashlib
 import inspect
+from array import array
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing, nullcontext
 from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
 
 from ragcache_core.log import logger_of
 from ragcache_core.recognition import MIN_TOKENS, PromptTexts, Recognition
@@ -251,7 +254,11 @@ def _check_ids(token_ids: Sequence[int]) -> None:
     Raises:
         ValueError: with the id, its place and the limit.
     """
-    if token_ids and not (min(token_ids) >= 0 and max(token_ids) < _MAX_TOKEN_ID):
+    try:
+        is_valid = not token_ids or int(np.frombuffer(array("I", token_ids), np.uintc).max()) < _MAX_TOKEN_ID
+    except OverflowError:  # negative, or more than the array's 32 bits
+        is_valid = False
+    if not is_valid:
         at, token = next((i, each) for i, each in enumerate(token_ids) if not 0 <= each < _MAX_TOKEN_ID)
         raise ValueError(
             f"token {at} of the prompt is {token}; a token id is 0 to {_MAX_TOKEN_ID - 1}: send those of the model's "

@@ -35,7 +35,7 @@ def _in_cache(case: KernelCase) -> tuple[torch.Tensor, torch.Tensor]:
     return case.key_cache[blocks, offsets], case.value_cache[blocks, offsets]
 
 
-def test_the_twin_turns_pairs_as_complex_numbers(make: Make) -> None:
+def test_the_reference_rotates_pairs_as_complex_numbers(make: Make) -> None:
     case = make(is_neox=False)
     keys, _ = _rows(case)
     cos, sin = case.table.cos_sin.chunk(2, -1)

@@ -19,5 +19,5 @@ SHAPES = [
 
 @pytest.mark.parametrize("operation", COMPARISONS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_a_kernel_agrees_with_its_twin(operation: str, shape: Shape, device: torch.device) -> None:
+def test_a_kernel_agrees_with_its_reference(operation: str, shape: Shape, device: torch.device) -> None:
     assert COMPARISONS[operation](make_case(shape, device)) <= TOLERANCE[shape.dtype]

@@ -1,0 +1,218 @@
+"""``ragcache compile``: prefill the documents of a store ahead, into a shared store that any engine reads."""
+
+from __future__ import annotations
+
+import math
+import time
+import zlib
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ragcache_core.cli.command import Command, options_in_cli_wording, print_json
+from ragcache_core.cli.options import (
+    cache_options,
+    check_vllm_args,
+    log_option,
+    open_store,
+    read_cache_config,
+    read_size,
+    store_option,
+    tokenizer_option,
+    vllm_args_argument,
+)
+from ragcache_core.cli.output import check_output, output_option, write_json
+from ragcache_core.cli.warming import (
+    WarmingPlan,
+    check_sources,
+    expectation_options,
+    lines_of,
+    plan_of,
+    plan_to_dict,
+    read_expected,
+    receipt_line,
+    size_text,
+    warm_engine,
+    with_each_alone,
+)
+from ragcache_core.errors import EngineError
+from ragcache_core.prompt import PromptLayout
+
+if TYPE_CHECKING:
+    from ragcache_core.client import Engine
+    from ragcache_core.stats import EngineStats, TierStats
+
+_NUM_FORECASTS = 4
+_POLL_S = 0.5
+_STALLED_S = 120.0
+_MOST_WAITING = 1 / 8
+"""Share of host memory whose blocks may wait for the store: the engine drops further blocks from a half on."""
+
+
+def _read_part(_context: click.Context, _option: click.Parameter, text: str) -> tuple[int, int]:
+    try:
+        number, count = map(int, text.split("/"))
+    except ValueError:
+        number, count = 0, 0
+    if not 1 <= number <= count:
+        raise click.BadParameter(f"{text!r:.40} is no part: write I/N, as 1/4 for the first of four machines")
+    return number, count
+
+
+@click.command(
+    "compile",
+    cls=Command,
+    short_help="Prefill a store's documents into a shared store.",
+    examples=[
+        "ragcache compile org/model --store notes.store --shared file:///srv/kv --budget 200GiB",
+        "ragcache compile org/model --store notes.store --shared s3://bucket/kv --budget 1TiB --from-log questions.txt",
+        "ragcache compile org/model --store notes.store --shared file:///srv/kv --budget 1TiB --part 1/4",
+        "ragcache serve org/model --shared file:///srv/kv     (any number of engines, on any machine)",
+    ],
+)
+@click.argument("model")
+@store_option
+@click.option("--budget", required=True, callback=read_size, metavar="SIZE", help="KV to prefill at most, as 200GiB.")
+@click.option(
+    "--part",
+    default="1/1",
+    show_default=True,
+    callback=_read_part,
+    metavar="I/N",
+    help="Prefill one of N parts of the documents, so that N machines share the work.",
+)
+@expectation_options
+@click.option("--dry-run", is_flag=True, help="Print what would be prefilled and what it would bring, and do nothing.")
+@output_option("Where plan, forecasts and receipt go as JSON.")
+@cache_options
+@tokenizer_option
+@log_option
+@vllm_args_argument
+def compile_(
+    model: str,
+    store: Path,
+    budget: int,
+    part: tuple[int, int],
+    dry_run: bool,
+    output: Path | None,
+    cache_config: Path | None,
+    tokenizer: str | None,
+    log: Path | None,
+    vllm_args: tuple[str, ...],
+    as_json: bool,
+    **settings: Any,
+) -> None:
+    """Prefill the documents of a store with MODEL, and write their KV to a shared store (--shared).
+
+    The prefixes (documents in prompt order) with the largest savings within the budget are picked, from questions, from
+    a trace, or by the distances of documents in the store; then every other document alone. A simulation forecasts the
+    hits of these tokens, and of half, a quarter and an eighth of them. An engine starts, prefills, and ends. Engines
+    that start later with the same model and the same --shared load the KV instead of computing it.
+
+    Run it again after an interruption, or after 'ragcache index --update': KV that is there is loaded, not computed.
+    KV of a changed document is never found. Exit status 0 means that all picked documents are stored.
+    """
+    from ragcache_core.client import Engine
+
+    names = ("from_log", "trace", "top", "k", "document_order", "embedder", "cost_model")
+    layout = PromptLayout(
+        settings.pop("static_prefix"), settings.pop("document_format"), question_format=settings.pop("question_format")
+    )
+    expectation = {name: settings.pop(name) for name in names}
+    check_vllm_args(vllm_args)
+    check_sources(expectation)
+    check_output("--output", output, filter(None, (expectation["from_log"], expectation["trace"])))
+    cache = read_cache_config(cache_config, settings)
+    if cache.shared is None:
+        raise click.UsageError("Give --shared, where the KV goes, as file:///srv/kv.")
+    if cache.chunk_reuse is not None:
+        raise click.UsageError("KV for chunk reuse is not in a shared store: leave out --chunk-reuse.")
+    with open_store(store, expectation["embedder"], read_only=True) as documents:
+        expected = with_each_alone(read_expected(documents, expectation), documents.ids())
+        with (
+            Engine.launch(model, cache=cache, tokenizer=tokenizer, log_path=log, extra_args=vllm_args) as engine,
+            options_in_cli_wording(compile_),
+        ):
+            plan = plan_of(
+                engine, documents, expected, layout, budget, expectation["cost_model"], num_forecasts=_NUM_FORECASTS
+            )
+            facts = {"model": model, "store": str(store), "shared": cache.shared, **plan_to_dict(plan, expected)}
+            facts["forecasts"] = [
+                {"num_tokens": num_tokens, **forecast.to_dict()} for num_tokens, forecast in plan.forecasts
+            ]
+            if not as_json:
+                click.echo("\n".join([*lines_of(plan, expected), *_forecast_lines(plan)]))
+            if not dry_run:
+                facts |= _compile(engine, _part_of(plan, *part), as_json=as_json)
+    if output is not None:
+        write_json(facts, output)
+        click.echo(f"ragcache: written to {output}", err=True)
+    if as_json:
+        print_json(facts)
+
+
+def _forecast_lines(plan: WarmingPlan) -> list[str]:
+    """Return the forecast hits by budget as a person reads them."""
+    return [
+        f"  {size_text(num_tokens * plan.bytes_per_token):>10}: {forecast.warm.cached_share:.0%} of prompts cached, "
+        f"mean TTFT {forecast.warm.mean_ttft_s:.3f} s"
+        for num_tokens, forecast in plan.forecasts
+    ]
+
+
+def _part_of(plan: WarmingPlan, number: int, count: int) -> WarmingPlan:
+    """Return one of ``count`` parts of the paths; paths with the same first document are in the same part."""
+    paths = [path for path in plan.paths if zlib.crc32(path.doc_ids[0].encode()) % count == number - 1]
+    return replace(plan, paths=paths)
+
+
+def _compile(engine: Engine, plan: WarmingPlan, *, as_json: bool) -> dict[str, object]:
+    """Prefill, wait until the shared store has all blocks, and return the receipt with its counts.
+
+    Raises:
+        EngineError: the store did not take all blocks.
+    """
+    receipt = warm_engine(engine, plan, on_path=lambda _: _wait_for_writes(engine, _MOST_WAITING))
+    stats = _wait_for_writes(engine, 0)
+    shared = _tier(stats, "shared")
+    if shared.num_dropped_blocks:
+        raise EngineError(
+            f"the shared store did not take {shared.num_dropped_blocks:,} blocks: the engine's log says why; run it "
+            f"again to go on (log: {engine.log_path})"
+        )
+    if not as_json:
+        click.echo(receipt_line(receipt, plan))
+        click.echo(
+            f"the shared store has all {shared.num_blocks:,} blocks; {shared.num_hit_tokens:,} tokens were loaded from "
+            "it instead of computed"
+        )
+    counts = {"num_blocks": shared.num_blocks, "num_loaded_tokens": shared.num_hit_tokens}
+    return {"receipt": receipt.to_dict(), **counts}
+
+
+def _wait_for_writes(engine: Engine, most: float) -> EngineStats:
+    """Return the engine's statistics once at most the share ``most`` of host memory waits for the shared store.
+
+    Raises:
+        EngineError: nothing was written for two minutes.
+    """
+    least, since_s = math.inf, time.monotonic()
+    while True:
+        stats = engine.stats()
+        host, num_waiting = _tier(stats, "host"), stats.num_shared_pending_blocks
+        if num_waiting * host.used_bytes <= most * host.capacity_bytes * host.num_blocks:
+            return stats
+        if num_waiting < least:
+            least, since_s = num_waiting, time.monotonic()
+        if time.monotonic() - since_s > _STALLED_S:
+            raise EngineError(
+                f"{num_waiting:,} blocks wait for the shared store, which took none for {_STALLED_S:g} s: see that it "
+                f"is reachable and not full, and run it again to go on (log: {engine.log_path})"
+            )
+        time.sleep(_POLL_S)
+
+
+def _tier(stats: EngineStats, name: str) -> TierStats:
+    return next(tier for tier in stats.tiers if tier.name == name)

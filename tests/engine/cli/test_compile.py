@@ -1,0 +1,65 @@
+"""``ragcache compile`` on real engines: what one writes into a folder, another loads, and answers as without it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from ragcache_core.cli import cli
+from ragcache_core.client import Engine
+from ragcache_core.config import CacheConfig
+from ragcache_core.prompt import PromptLayout
+from ragcache_core.retrieval import DocumentStore
+from ragcache_core.types import Document
+
+pytestmark = pytest.mark.slow  # engines of its own
+
+SIZES = {"kv_cache_bytes": "32MiB", "host_bytes": "64MiB", "block_size": 32}
+VLLM_ARGS = ("--dtype", "float32", "--enforce-eager", "--max-model-len", "1024")
+
+
+def compiled(model: str, store: Path, folder: Path, *options: str) -> dict[str, Any]:
+    sizes = [text for name, value in SIZES.items() for text in (f"--{name.replace('_', '-')}", str(value))]
+    arguments = ["compile", model, "--store", str(store), "--shared", folder.as_uri(), "--budget", "32MiB", "--json"]
+    result = CliRunner().invoke(cli, [*arguments, *sizes, *options, "--", *VLLM_ARGS])
+    assert result.exit_code == 0, result.output
+    return dict(json.loads(result.stdout))
+
+
+def test_engines_load_what_was_compiled_and_a_second_run_computes_what_changed(demo_model: str, tmp_path: Path) -> None:
+    store, folder = tmp_path / "store", tmp_path / "kv"
+    documents = {
+        topic: Document(topic, f"the house of {topic} is near the river. " * 30)
+        for topic in ("zor", "mel", "tar", "oru", "vel", "kin")
+    }
+    with DocumentStore.create(store) as opened:
+        opened.add(list(documents.values()))
+    first = compiled(demo_model, store, folder, "-k", "1")
+    assert {path["doc_ids"][0] for path in first["paths"]} == set(documents)
+    assert first["receipt"]["num_warmed"] == len(first["paths"])
+    assert first["num_loaded_tokens"] == 0
+    shares = [forecast["warm"]["cached_share"] for forecast in first["forecasts"]]
+    assert shares == sorted(shares), "a larger budget has no fewer hits"
+    assert first["forecasts"][-1]["num_tokens"] == first["num_tokens"]
+
+    changed = first["paths"][0]["doc_ids"][0]
+    with DocumentStore.open(store) as opened:
+        opened.put([Document(changed, f"the house of {changed} is far from any river. " * 30)])
+        documents[changed] = next(iter(opened.get([changed])))
+    second = compiled(demo_model, store, folder, "-k", "1")
+    num_unchanged = second["num_tokens"] - second["paths"][0]["num_tokens"]
+    assert 0.8 * num_unchanged < second["num_loaded_tokens"] <= num_unchanged + 32
+
+    layout = PromptLayout()
+    prompts = [layout.messages([document], "where is it") for document in documents.values()]
+    answers = []
+    for cache in (None, CacheConfig(shared=folder.as_uri(), **SIZES)):
+        with Engine.launch(demo_model, cache=cache, dtype="float32", enforce_eager=True, max_model_len=1024) as engine:
+            answers.append([engine.generate(prompt, max_tokens=8) for prompt in prompts])
+    assert [answer.text for answer in answers[0]] == [answer.text for answer in answers[1]]
+    for answer in answers[1]:
+        assert (answer.stats.num_shared_tokens or 0) >= 0.8 * answer.stats.num_prompt_tokens
