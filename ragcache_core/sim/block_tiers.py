@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
-from ragcache_core.tree import KnowledgeTree, Location, admit
+from ragcache_core.tree import KnowledgeTree, Location, admit, total_size
 from ragcache_core.types import Tier
 
 
@@ -86,7 +86,7 @@ class GPUBlocks:
     def num_leading(self, keys: Sequence[Hashable]) -> int:
         """Return the number of leading ``keys`` in the tier."""
         for i, key in enumerate(keys):
-            if not _is_in(self._tree, key, Tier.GPU):
+            if not self._tree.is_resident(key, Tier.GPU):
                 return i
         return len(keys)
 
@@ -109,8 +109,8 @@ class GPUBlocks:
         """Give a request free blocks without content: spare ones, then evicted ones."""
         num_missing = num_blocks - self.num_spare
         if num_missing > 0:
-            num_missing -= len(self._tree.evict_up_to(Tier.GPU, num_missing))
-            for _ in range(num_missing):  # evict although others depend on it, as an allocation that fits must succeed
+            num_missing -= total_size(self._tree.evict_up_to(Tier.GPU, num_missing))
+            for _ in range(num_missing):  # others depend on what is left: an allocation that fits must succeed
                 if self._tree.evict_anything(Tier.GPU) is None:  # of what requests use, the other copy
                     next(other for other in (held, *self._held) if other.copies).copies.pop()
         held.num_unnamed += num_blocks
@@ -160,7 +160,7 @@ class DiskBlocks:
 
     def has(self, key: Hashable) -> bool:
         """Return whether ``key`` is stored."""
-        return _is_in(self._tree, key, Tier.DISK)
+        return self._tree.is_resident(key, Tier.DISK)
 
     def store(self, keys: Sequence[Hashable]) -> None:
         """Write blocks that are not stored; drop those that do not fit, the last first."""
@@ -174,7 +174,7 @@ class DiskBlocks:
                 new[key] = location
         num_missing = len(new) - (self._num_blocks - self._tree.tiers[Tier.DISK].num_units)
         if num_missing > 0:
-            num_missing -= len(self._tree.evict_up_to(Tier.DISK, num_missing, self._tree.shielded(new)))
+            num_missing -= total_size(self._tree.evict_up_to(Tier.DISK, num_missing, self._tree.shielded(new)))
             for _ in range(num_missing):
                 new.popitem()
         for at in new.values():
@@ -211,7 +211,7 @@ class HostBlocks:
             self.release(promised)
             promised = []
             for key in keys:
-                if _is_in(self._tree, key, Tier.HOST):
+                if self._tree.is_resident(key, Tier.HOST):
                     self._uses.acquire(key)
                 elif self._disk is not None and self._disk.has(key) and self._make_room(1, [key]):
                     self._insert(key)
@@ -232,7 +232,7 @@ class HostBlocks:
         A selective policy admits only blocks of higher priority than those that would be evicted. With a disk below it
         admits all, since blocks reach the disk through the host.
         """
-        new = [key for key in keys if not _is_in(self._tree, key, Tier.HOST)]
+        new = [key for key in keys if not self._tree.is_resident(key, Tier.HOST)]
         if self._tree.policy.is_selective and self._disk is None:
             num_free = self.num_blocks - self._tier.num_units
             new = new[: admit(self._tree, Tier.HOST, new, num_free, self._tree.shielded(keys)).num_admitted]
@@ -266,8 +266,3 @@ def _located(tree: KnowledgeTree, key: Hashable) -> Location:
     location = tree.locate(key)
     assert location is not None, key
     return location
-
-
-def _is_in(tree: KnowledgeTree, key: Hashable, tier: Tier) -> bool:
-    location = tree.locate(key)
-    return location is not None and bool(tree.resident_mask(location.node, tier) >> location.unit & 1)

@@ -4,14 +4,14 @@ from ragcache_core.tree.admission import Admission, admit, admit_within_quotas
 from ragcache_core.tree.changes import NodeChanges
 from ragcache_core.tree.invariants import check_invariants
 from ragcache_core.tree.knowledge_tree import KnowledgeTree
-from ragcache_core.tree.node import EvictedUnit, Location, PathSegment, PrefixMatch, TreeNode, masks_of, runs_of
+from ragcache_core.tree.node import EvictedRun, Location, PathSegment, PrefixMatch, TreeNode, length_of_run, runs_of
 from ragcache_core.tree.retention import Retention
-from ragcache_core.tree.tiered_tree import NO_OWNER
+from ragcache_core.tree.tiered_tree import NO_OWNER, total_size
 
 __all__ = [
     "NO_OWNER",
     "Admission",
-    "EvictedUnit",
+    "EvictedRun",
     "KnowledgeTree",
     "Location",
     "NodeChanges",
@@ -22,6 +22,7 @@ __all__ = [
     "admit",
     "admit_within_quotas",
     "check_invariants",
-    "masks_of",
+    "length_of_run",
     "runs_of",
+    "total_size",
 ]

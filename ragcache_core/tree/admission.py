@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable, Sequence
 from itertools import accumulate, takewhile
 from typing import NamedTuple
 
-from ragcache_core.tree.node import EvictedUnit, TreeNode
+from ragcache_core.tree.node import EvictedRun, TreeNode
 from ragcache_core.tree.tiered_tree import NO_UNITS, Shield, TieredTree, total_size
 from ragcache_core.types import Tier
 
@@ -16,7 +16,7 @@ class Admission(NamedTuple):
     """The first ``num_admitted`` offered units may enter the tier; ``evicted`` were evicted for them."""
 
     num_admitted: int
-    evicted: list[EvictedUnit]
+    evicted: list[EvictedRun]
 
 
 def admit(
@@ -45,7 +45,7 @@ def admit(
     """
 
     num_admitted = num_seen = 0
-    evicted: list[EvictedUnit] = []
+    evicted: list[EvictedRun] = []
     with tree.shielding(protected, tier):
         parts = _parts(tree, keys)
         for (node, num_offered), worth in zip(parts, _worths(tree, tier, parts), strict=True):
@@ -103,7 +103,7 @@ def admit_within_quotas(tree: TieredTree, tier: Tier, keys: Sequence[Hashable], 
     """
     shares = tree.tiers[tier].shares
     owners = tree.owners_of(keys)
-    evicted: list[EvictedUnit] = []
+    evicted: list[EvictedRun] = []
     for owner in dict.fromkeys(owners):
         places = [at for at, each in enumerate(owners) if each == owner]
         if places and (num_over := shares.num_over_quota(owner, len(places))):

@@ -125,7 +125,7 @@ class KnowledgeTree(TieredTree):
 
     def retain(self, key: Hashable) -> None:
         """Keep the unit ``key`` and its prefix in the tree until :meth:`release`, resident or not."""
-        node = self._locations[key].node
+        node = self._node_of(key)
         self._retained[key] = self._retained.get(key, 0) + 1
         node.num_users += 1
         self._ghosts.pop(node.id, None)
@@ -141,12 +141,12 @@ class KnowledgeTree(TieredTree):
         """
         if key not in self._retained:
             return None
-        last = self._locations[key]
+        last = self._location(self._places[key])
         return last.node.path() if last.unit + 1 == len(last.node.keys) else None
 
     def release(self, key: Hashable) -> None:
         """Undo :meth:`retain`."""
-        node = self._locations[key].node
+        node = self._node_of(key)
         count = self._retained[key] - 1
         if count:
             self._retained[key] = count

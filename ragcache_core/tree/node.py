@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence, Set
-from dataclasses import dataclass
-from functools import partial
-from itertools import repeat
-from typing import Any, Final, NamedTuple, cast
+from collections.abc import Hashable, Iterator, Sequence, Set
+from typing import Any, Final, NamedTuple
 
 from ragcache_core.policy.base import NodeStats
 from ragcache_core.types import DocId
@@ -16,8 +13,7 @@ MAX_OTHER_IDS: Final = 32
 """Bound on the names of the same tokens: a client that sends a new name in every request must not grow it forever."""
 
 
-@dataclass(frozen=True, slots=True)
-class PathSegment:
+class PathSegment(NamedTuple):
     """A part of a prompt: the static prefix, a document, or the text after the documents.
 
     ``keys`` name its units of storage in order, and they are chained: two runs with the same key at one place have the
@@ -118,41 +114,11 @@ class TreeNode(NodeStats):
         return f"TreeNode({self.id}, doc_id={self.doc_id!r}, units=[{self.start}, {self.start + len(self.keys)}))"
 
 
-class Location:
-    """The location of a unit: its node and number; one object as long as the tree has the unit."""
+class Location(NamedTuple):
+    """Where a unit stands until its node is cut: the node, and the unit's number in it."""
 
-    __slots__ = ("node", "unit")
-
-    def __init__(self, node: TreeNode, unit: int) -> None:
-        self.node = node
-        self.unit = unit
-
-    def __repr__(self) -> str:
-        return f"Location({self.node!r}, {self.unit})"
-
-
-def masks_of(locations: Iterable[Location | None]) -> dict[TreeNode, int]:
-    """Return the nodes of ``locations`` with masks of their units; ``None`` is skipped."""
-    masks: dict[TreeNode, int] = {}
-    node: TreeNode | None = None
-    first = end = 0
-    for location in locations:  # most often runs of units in one node, upwards, or downwards as blocks are freed
-        if location is None:
-            continue
-        unit = location.unit
-        if location.node is node:
-            if unit == end:
-                end += 1
-                continue
-            if unit == first - 1:
-                first = unit
-                continue
-        if node is not None:
-            masks[node] = masks.get(node, 0) | ((1 << end - first) - 1) << first
-        node, first, end = location.node, unit, unit + 1
-    if node is not None:
-        masks[node] = masks.get(node, 0) | ((1 << end - first) - 1) << first
-    return masks
+    node: TreeNode
+    unit: int
 
 
 def length_of_run(node_keys: Sequence[Hashable], unit: int, keys: Sequence[Hashable], at: int) -> int:
@@ -195,22 +161,26 @@ class PrefixMatch(NamedTuple):
     num_tokens_by_tier: tuple[int, ...] = (0, 0, 0)
 
 
-class EvictedUnit(NamedTuple):
-    """An evicted unit: number ``unit`` of ``node``, with its key and slot in the tier."""
+class EvictedRun(NamedTuple):
+    """Units of ``node`` that a tier evicted, from the number ``first`` on without a gap.
+
+    ``keys`` and ``slots``, what the tier kept for each, have the last unit first; it may have kept none.
+    """
 
     node: TreeNode
-    unit: int
-    key: Hashable
-    slot: Any = None
+    first: int
+    keys: list[Hashable]
+    slots: list[Any]
 
 
-def evicted_units(node: TreeNode, units: Sequence[int], slots: Sequence[Any] | None) -> list[EvictedUnit]:
-    """Return the evicted units of ``node``, whose tier had ``slots`` for them."""
-    keys = node.keys
-    kept = repeat(None) if slots is None else [slots[unit] for unit in units]
-    rows = zip(repeat(node), units, [keys[unit] for unit in units], kept, strict=False)
-    return list(map(_NEW_UNIT, rows))
-
-
-_NEW_UNIT: Final = cast("Callable[[tuple[Any, ...]], EvictedUnit]", partial(tuple.__new__, EvictedUnit))
-"""Less than half the time of the class, for the most frequent object of all decisions."""
+def evicted_runs(node: TreeNode, units: int, slots: list[Any] | None) -> list[EvictedRun]:
+    """Return the runs of units in the mask ``units``, the last first; a tier kept ``slots`` for the node's units."""
+    return [
+        EvictedRun(
+            node,
+            first,
+            node.keys[first : first + length][::-1],
+            [] if slots is None else slots[first : first + length][::-1],
+        )
+        for first, length in runs_of(units)
+    ][::-1]

@@ -9,6 +9,8 @@ from ragcache_core.tree.node import MAX_OTHER_IDS, NO_IDS, Location, PathSegment
 from ragcache_core.types import DocId
 
 _IDS_AT_ONCE: Final = 64
+UNIT_BITS: Final = 32
+UNITS: Final = (1 << UNIT_BITS) - 1
 
 
 class PrefixTree:
@@ -24,7 +26,7 @@ class PrefixTree:
         self.split_listeners: list[Callable[[TreeNode, TreeNode], None]] = []
         self._nodes: list[TreeNode | None] = []
         self._free_ids: list[int] = []
-        self._locations: dict[Hashable, Location] = {}
+        self._places: dict[Hashable, int] = {}  # node id and unit in one number: an object per unit would cost more
         self._by_document: dict[DocId, TreeNode | dict[TreeNode, None]] = {}  # most documents have one node
         self._sequence = 0
         self.root = self._new_node(None, [], 0, None)
@@ -43,11 +45,13 @@ class PrefixTree:
 
     def locate(self, key: Hashable) -> Location | None:
         """Return the location of a unit, resident or not."""
-        return self._locations.get(key)
+        place = self._places.get(key)
+        return None if place is None else self._location(place)
 
-    def locate_all(self, keys: Iterable[Hashable]) -> list[Location | None]:
-        """Return :meth:`locate` of each key."""
-        return [*map(self._locations.get, keys)]
+    def known(self, keys: Iterable[Hashable]) -> list[Hashable]:
+        """Return which ``keys`` are in the tree."""
+        places = self._places
+        return [key for key in keys if key in places]
 
     def key_before(self, location: Location) -> Hashable | None:
         """Return the key of the previous unit; ``None`` for the first."""
@@ -71,12 +75,13 @@ class PrefixTree:
 
         Each is the index of its first key, the place of that, and how many keys it has.
         """
-        locate, at = self._locations.get, 0
+        find, at = self._places.get, 0
         while at < len(keys):
-            location = locate(keys[at])
-            if location is None:
+            place = find(keys[at])
+            if place is None:
                 at += 1
                 continue
+            location = self._location(place)
             length = length_of_run(location.node.keys, location.unit, keys, at)
             yield at, location, length
             at += length
@@ -121,11 +126,7 @@ class PrefixTree:
         if num_before < len(node.keys):
             self._split(node, num_before)
         elif node.doc_id is None and node is not self.root and not node.children and self._may_grow(node):
-            for i, key in enumerate(keys, len(node.keys)):
-                self._locations[key] = Location(node, i)
-            node.keys.extend(keys)
-            node.num_tokens += num_tokens
-            return node
+            return self._grow(node, keys, num_tokens)
         return self._insert_run(node, PathSegment(keys, num_tokens, owner=owner))[-1]
 
     def attach(
@@ -141,18 +142,15 @@ class PrefixTree:
 
         Units of one document that arrive in order become one node: this is how a tree grows again from storage.
         """
-        if (known := self._locations.get(key)) is not None:
+        if (known := self.locate(key)) is not None:
             return known.node
-        if after is not None and after not in self._locations:
+        if after is not None and after not in self._places:
             return None
         node, num_before = self._end_of(after)
         is_same = node.doc_id == doc_id and node.other_ids == other_ids
         is_end = not node.children and num_before == len(node.keys)
         if is_same and node is not self.root and is_end and self._may_grow(node):
-            self._locations[key] = Location(node, len(node.keys))
-            node.keys.append(key)
-            node.num_tokens += num_tokens
-            return node
+            return self._grow(node, [key], num_tokens)
         if num_before < len(node.keys):
             self._split(node, num_before)
         return self._insert_run(node, PathSegment([key], num_tokens, doc_id, other_ids=other_ids, owner=owner))[-1]
@@ -205,8 +203,29 @@ class PrefixTree:
         """Return the node of the unit ``after`` and the end of that unit in it; the root if ``None``."""
         if after is None:
             return self.root, 0
-        location = self._locations[after]
+        location = self._location(self._places[after])
         return location.node, location.unit + 1
+
+    def _location(self, place: int) -> Location:
+        node = self._nodes[place >> UNIT_BITS]
+        assert node is not None
+        return Location(node, place & UNITS)
+
+    def _node_of(self, key: Hashable) -> TreeNode:
+        """Return the node of a unit that is in the tree."""
+        return self._location(self._places[key]).node
+
+    def _place(self, node: TreeNode, keys: Sequence[Hashable], first: int = 0) -> None:
+        """Note that ``keys`` are the units of ``node`` from ``first`` on."""
+        begin = (node.id << UNIT_BITS) + first
+        self._places.update(zip(keys, range(begin, begin + len(keys)), strict=True))
+
+    def _grow(self, node: TreeNode, keys: Sequence[Hashable], num_tokens: int) -> TreeNode:
+        """Add ``keys`` behind the units of ``node``, and return it."""
+        self._place(node, keys, len(node.keys))
+        node.keys.extend(keys)
+        node.num_tokens += num_tokens
+        return node
 
     def _insert_run(self, parent: TreeNode, segment: PathSegment) -> list[TreeNode]:
         """Return the nodes of one segment below ``parent``."""
@@ -266,8 +285,7 @@ class PrefixTree:
         node = TreeNode(self._free_ids.pop(), parent, keys, num_tokens, doc_id)
         node.updated = self._next_sequence()
         self._nodes[node.id] = node
-        for unit, key in enumerate(keys):
-            self._locations[key] = Location(node, unit)
+        self._place(node, keys)
         if parent is not None:
             if parent.children is None:
                 parent.children = {}
@@ -283,11 +301,7 @@ class PrefixTree:
         children, node.children = node.children, None
         del node.keys[num_units:]
         node.num_tokens -= num_tokens
-        places = [self._locations[key] for key in keys]
         lower = self._new_node(node, keys, num_tokens, node.doc_id)
-        for unit, place in enumerate(places):
-            place.node, place.unit = lower, unit
-        self._locations.update(zip(keys, places, strict=True))
         node.copy_stats_to(lower)
         lower.other_ids = node.other_ids
         self._index(lower, lower.doc_ids())
@@ -308,7 +322,7 @@ class PrefixTree:
         if not parent.children:
             parent.children = None
         for key in node.keys:
-            del self._locations[key]
+            del self._places[key]
         for doc_id in node.doc_ids():
             nodes = self._by_document[doc_id]
             if isinstance(nodes, dict) and len(nodes) > 1:

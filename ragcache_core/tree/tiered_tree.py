@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import accumulate, takewhile
 from types import MappingProxyType
@@ -11,8 +11,8 @@ from typing import Final, NamedTuple
 
 from ragcache_core.policy.base import ReplacementPolicy
 from ragcache_core.tree.changes import NodeChanges
-from ragcache_core.tree.node import EvictedUnit, TreeNode, evicted_units, runs_of
-from ragcache_core.tree.prefix_tree import PrefixTree
+from ragcache_core.tree.node import EvictedRun, TreeNode, evicted_runs, runs_of
+from ragcache_core.tree.prefix_tree import UNIT_BITS, UNITS, PrefixTree
 from ragcache_core.tree.shares import Owner
 from ragcache_core.tree.tier import TierState
 from ragcache_core.types import DocId, Tier
@@ -76,6 +76,11 @@ class TieredTree(PrefixTree):
         """Return the mask of units of ``node`` in ``tier``."""
         return self.tiers[tier].resident[node.id]
 
+    def is_resident(self, key: Hashable, tier: Tier) -> bool:
+        """Return whether a unit lies in ``tier``."""
+        place = self._places.get(key)
+        return place is not None and bool(self.tiers[tier].resident[place >> UNIT_BITS] >> (place & UNITS) & 1)
+
     def tiers_of(self, doc_id: DocId, is_own: Callable[[str | None], bool] = lambda _: True) -> list[Tier]:
         """Return the tiers with a part of a document, over all prefixes, in public nodes of some owners.
 
@@ -132,7 +137,7 @@ class TieredTree(PrefixTree):
         A waiting request will hit them. Where nothing else is left they go all the same, the lowest-ranked first.
         """
         self.protected_keys[key] = self.protected_keys.get(key, 0) + 1
-        last = self._locations[key].node
+        last = self._node_of(key)
         for node in last.path():
             self.protected[node.id] = self.protected.get(node.id, 0) + 1
             self._protect_in_host(node)
@@ -143,7 +148,7 @@ class TieredTree(PrefixTree):
         count = self.protected_keys.pop(key) - 1
         if count:
             self.protected_keys[key] = count
-        last = self._locations[key].node
+        last = self._node_of(key)
         for node in last.path():
             self.protected[node.id] -= 1
             if not self.protected[node.id]:
@@ -216,7 +221,7 @@ class TieredTree(PrefixTree):
         *,
         size_of: Callable[[Hashable], int] | None = None,
         for_owner: Owner = NO_OWNER,
-    ) -> list[EvictedUnit] | None:
+    ) -> list[EvictedRun] | None:
         """Evict ``num_units`` units from ``tier``, the last ones of the lowest-ranked leaf first (Algorithm 1, EVICT).
 
         Atomic: where fewer can go, none goes and None is returned. ``protected`` units stay;
@@ -228,18 +233,19 @@ class TieredTree(PrefixTree):
         stored_s: dict[TreeNode, float | None] = {}
         evicted = self._evict(state, num_units, protected, size_of=size_of, for_owner=for_owner, stored_s=stored_s)
         if total_size(evicted, size_of) >= num_units:
-            self._forget_uses(unit.node for unit in evicted)
+            self._forget_uses(run.node for run in evicted)
             return evicted
-        for unit in evicted:
-            self._add(unit.node, 1 << unit.unit, state)
-            if unit.slot is not None:
-                state.slots_of(unit.node)[unit.unit] = unit.slot
-            state.shares.count_evicted(unit.node.owner, -1)
+        for run in evicted:
+            end = run.first + len(run.keys)
+            self._add(run.node, (1 << end) - (1 << run.first), state)
+            if run.slots:
+                state.slots_of(run.node)[run.first : end] = run.slots[::-1]
+            state.shares.count_evicted(run.node.owner, -len(run.keys))
         for node, moment_s in stored_s.items():
             if moment_s is not None:
                 self.make_older(node, moment_s)
         state.clock = clock
-        state.num_evicted_units -= len(evicted)
+        state.num_evicted_units -= total_size(evicted)
         return None
 
     def evict_up_to(
@@ -251,28 +257,32 @@ class TieredTree(PrefixTree):
         below: float = math.inf,
         size_of: Callable[[Hashable], int] | None = None,
         for_owner: Owner = NO_OWNER,
-    ) -> list[EvictedUnit]:
+    ) -> list[EvictedRun]:
         """Evict up to ``num_units`` units with a score below ``below``.
 
         Owners above their share also lose higher-ranked units, where ``for_owner`` is below its own share.
         """
         evicted = self._evict(self.tiers[tier], num_units, protected, below, size_of, for_owner)
-        self._forget_uses(unit.node for unit in evicted)
+        self._forget_uses(run.node for run in evicted)
         return evicted
 
     def owners_of(self, keys: Iterable[Hashable]) -> list[Owner]:
         """Return the owner of each unit; ``None`` without an owner, or for unknown ones."""
-        return [None if place is None else place.node.owner for place in self.locate_all(keys)]
+        keys = [*keys]
+        owners: list[Owner] = [None] * len(keys)
+        for at, first, length in self.runs(keys):
+            owners[at : at + length] = [first.node.owner] * length
+        return owners
 
     def evict_from_owner(
         self, tier: Tier, owner: Owner, num_units: int, protected: Shield = NO_UNITS
-    ) -> list[EvictedUnit]:
+    ) -> list[EvictedRun]:
         """Do :meth:`evict_up_to` with units of ``owner`` only."""
         evicted = self._evict(self.tiers[tier], num_units, protected, for_owner=owner, is_own_alone=True)
-        self._forget_uses(unit.node for unit in evicted)
+        self._forget_uses(run.node for run in evicted)
         return evicted
 
-    def evict_anything(self, tier: Tier) -> EvictedUnit | None:
+    def evict_anything(self, tier: Tier) -> EvictedRun | None:
         """Evict one unit of ``tier`` that is not acquired, even if others depend on it; a last resort, O(nodes)."""
         state = self.tiers[tier]
         best: tuple[tuple[bool, float], TreeNode, int] | None = None
@@ -286,8 +296,7 @@ class TieredTree(PrefixTree):
         if best is None:
             return None
         _, node, unit = best
-        slots = state.slots[node.id]
-        evicted = EvictedUnit(node, unit, node.keys[unit], None if slots is None else slots[unit])
+        (evicted,) = evicted_runs(node, 1 << unit, state.slots[node.id])
         self.remove(node, 1 << unit, tier)
         state.num_evicted_units += 1
         return evicted
@@ -426,10 +435,10 @@ class TieredTree(PrefixTree):
         *,
         is_own_alone: bool = False,
         stored_s: dict[TreeNode, float | None] | None = None,
-    ) -> list[EvictedUnit]:
+    ) -> list[EvictedRun]:
         """Evict up to ``num_units`` units; ``stored_s`` gets each node's former age, for undoing."""
         held = self._shield(protected, state)
-        evicted: list[EvictedUnit] = []
+        evicted: list[EvictedRun] = []
         while num_units > 0:
             victim = self._next_victim(state, num_units, for_owner, is_own_alone=is_own_alone)
             if victim is None:
@@ -463,21 +472,23 @@ class TieredTree(PrefixTree):
 
     def _evict_tail(
         self, node: TreeNode, num_units: int, state: TierState, size_of: Callable[[Hashable], int] | None = None
-    ) -> list[EvictedUnit]:
+    ) -> list[EvictedRun]:
         state.clock = max(state.clock, state.ranks[node.id])
         mask = state.resident[node.id]
         num_stay = (mask & (state.in_use.get(node.id, 0) | state.bases(node))).bit_length()
         first_free = max(num_stay, mask.bit_length() - num_units)  # a unit counts for one at least
         free = mask >> first_free << first_free
-        units = [unit for first, length in runs_of(free) for unit in range(first, first + length)][::-1]
-        if size_of is not None:
+        if size_of is not None and free:
+            units = [unit for first, length in runs_of(free) for unit in range(first, first + length)][::-1]
             sizes = accumulate(size_of(node.keys[unit]) for unit in units)
-            del units[1 + sum(1 for _ in takewhile(lambda size: size < num_units, sizes)) :]
-        evicted = evicted_units(node, units, state.slots[node.id])
-        if units:
-            self._remove(node, free >> units[-1] << units[-1], state)
-        state.num_evicted_units += len(evicted)
-        state.shares.count_evicted(node.owner, len(evicted))
+            num_taken = 1 + sum(1 for _ in takewhile(lambda size: size < num_units, sizes))
+            last = units[:num_taken][-1]
+            free = free >> last << last
+        evicted = evicted_runs(node, free, state.slots[node.id])
+        if free:
+            self._remove(node, free, state)
+        state.num_evicted_units += free.bit_count()
+        state.shares.count_evicted(node.owner, free.bit_count())
         return evicted
 
     def _shield(self, units: Shield, state: TierState) -> dict[int, int]:
@@ -524,6 +535,6 @@ class TieredTree(PrefixTree):
         return gpu.resident[node.id] | host.resident[node.id] | disk.resident[node.id]
 
 
-def total_size(evicted: Sequence[EvictedUnit], size_of: Callable[[Hashable], int] | None) -> int:
+def total_size(evicted: Iterable[EvictedRun], size_of: Callable[[Hashable], int] | None = None) -> int:
     """Return the total size of units; one each if ``size_of`` is ``None``."""
-    return len(evicted) if size_of is None else sum(size_of(unit.key) for unit in evicted)
+    return sum(len(run.keys) if size_of is None else sum(map(size_of, run.keys)) for run in evicted)

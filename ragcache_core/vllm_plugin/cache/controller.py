@@ -545,8 +545,7 @@ class CacheController:
 
     def is_on_gpu(self, key: Key) -> bool:
         """Return whether a block is in the GPU KV cache."""
-        at = self.tree.locate(key)
-        return at is not None and bool(self.tree.resident_mask(at.node, Tier.GPU) >> at.unit & 1)
+        return self.tree.is_resident(key, Tier.GPU)
 
     def _count_apart(self, state: RequestState) -> None:
         """Count a use of the approximate blocks of an ended request, with the cost of their computation."""

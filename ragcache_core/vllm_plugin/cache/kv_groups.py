@@ -173,8 +173,7 @@ class OtherBlocks(Generic[Slot]):
         """
         self._keys[slot] = key
         self._slots.setdefault(key, {})[slot] = None
-        location = self._tree.locate(key)
-        is_reached = location is not None and self._tree.resident_mask(location.node, self._tier) >> location.unit & 1
+        is_reached = self._tree.is_resident(key, self._tier)
         if not is_reached or not self._groups.is_worth_keeping(self._tree, group, key, is_here):
             self._useless[slot] = None
 

@@ -26,7 +26,7 @@ from collections import Counter
 from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import compress, islice, takewhile
+from itertools import chain, compress, islice, takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -58,7 +58,7 @@ from ragcache_core.vllm_plugin.lower.jobs import EndedJob, LoadTransfer, TierJob
 from ragcache_core.vllm_plugin.lower.transfers import TransferTier
 
 if TYPE_CHECKING:
-    from ragcache_core.tree import EvictedUnit
+    from ragcache_core.tree import EvictedRun
     from ragcache_core.vllm_plugin.cache.request_state import Key, RequestState
     from ragcache_core.vllm_plugin.offload.spec import RAGCacheSpec
 
@@ -457,11 +457,12 @@ class DiskTier(TransferTier):
             self._controller.counters.num_dropped_blocks += 1
         return self._names_of(evicted)
 
-    def _names_of(self, units: Iterable[EvictedUnit]) -> list[bytes]:
-        """Return the names of blocks, including those of other groups."""
+    def _names_of(self, evicted: Iterable[EvictedRun]) -> list[bytes]:
+        """Return the chunks of evicted units, with those of other groups."""
+        units = chain.from_iterable(run.keys for run in evicted)
         if not self._groups.others:
-            return [cast("Key", unit.key) for unit in units]
-        return [name for unit in units for name in (self._name_of(unit.key), *self._others.of_unit(unit.key))]
+            return cast("list[bytes]", [*units])
+        return [name for unit in units for name in (self._name_of(unit), *self._others.of_unit(unit))]
 
     def _take_out(self, evicted: list[bytes]) -> list[bytes]:
         """Remove evicted blocks from the sets of stored ones, and return them."""
@@ -522,9 +523,10 @@ class DiskTier(TransferTier):
             self._controller.record_change()
             self._writing.difference_update(outcome.names)
             known = outcome.names
-            places = self._tree.locate_all(map(self._unit_of, known) if self._groups.others else known)
-            if None in places:
-                known = [name for name, place in zip(known, places, strict=True) if place is not None]
+            units = list(map(self._unit_of, known)) if self._groups.others else known
+            in_tree = self._tree.known(units)
+            if len(in_tree) < len(units):
+                known = [name for name in known if self._tree.locate(self._unit_of(name)) is not None]
             is_stored = self._is_enabled and outcome.error is None and not outcome.is_dropped
             erased = {name for erasure in self._erasures for name in erasure.names} if self._erasures else set()
             if is_stored:

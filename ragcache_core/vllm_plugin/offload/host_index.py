@@ -16,6 +16,7 @@ evicted. Bytes that were overwritten in between do not match the checksum, and a
 from __future__ import annotations
 
 import threading
+from array import array
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence, Set
 from contextlib import suppress
@@ -70,7 +71,7 @@ class HostIndex:
         """Open the index at ``path``; use :meth:`open` instead."""
         self._rows: np.ndarray | None = rows
         self._path = path
-        self._generation = np.zeros(len(rows), dtype=np.int64)
+        self._generation = array("q", bytes(8 * len(rows)))
         self._recorded: set[int] = set()
         self._work: deque[_Run | list[int]] = deque()
         self._is_closing = threading.Event()
@@ -143,13 +144,13 @@ class HostIndex:
         if self._is_broken or len(known) == len(rows):
             return
         self._recorded.update(rows)
-        self._work.append(_Run(rows, keys, self._generation[np.array(rows)].tolist(), known, note))
+        self._work.append(_Run(rows, keys, [*map(self._generation.__getitem__, rows)], known, note))
 
     def remove(self, rows: Sequence[int]) -> None:
         """Remove the blocks in these rows (each row once), which will be overwritten."""
         if not rows:
             return
-        self._generation[np.array(rows)] += 1
+        np.frombuffer(self._generation, np.int64)[rows] += 1
         entered = self._recorded.intersection(rows)
         self._recorded -= entered
         if entered and not self._is_broken:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 
 
 class HostRows:
@@ -58,7 +58,7 @@ class HostRows:
         """Record that any row may hold bytes of an earlier engine."""
         self._written.update(range(self._num_rows))
 
-    def take_unused(self, used: Collection[int]) -> set[int]:
+    def take_unused(self, used: Iterable[int]) -> set[int]:
         """Return written rows that are neither ``used`` nor kept, each once."""
         unused = self._written.difference(used, self._kept)
         self._written -= unused

@@ -6,19 +6,20 @@ group of KV caches. The tree knows those of full attention; those of other group
 (:class:`OtherBlocks`).
 
 A block that a transfer uses is held, and so is one that a waiting request was promised (:class:`Promises`). The tree
-learns what arrives and what is no longer used by node, not by block.
+keeps the rows of its units, and learns what arrives and what is no longer used: by node, not by block.
 """
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import chain, islice
-from typing import TYPE_CHECKING, Final, cast
+from itertools import chain, compress, islice, repeat
+from typing import TYPE_CHECKING, Final, TypeVar, cast
 
 import numpy as np
 
-from ragcache_core.tree import NO_OWNER, EvictedUnit, Location, admit, admit_within_quotas
+from ragcache_core.tree import NO_OWNER, EvictedRun, Location, admit, admit_within_quotas, total_size
 from ragcache_core.types import Tier
 from ragcache_core.vllm_plugin.cache.forgetting import Forgotten, Freed
 from ragcache_core.vllm_plugin.cache.kv_groups import (
@@ -46,7 +47,6 @@ from ragcache_core.vllm_plugin.offload.host_stats import HostStats
 from ragcache_core.vllm_plugin.offload.promises import Promises
 
 if TYPE_CHECKING:
-    from ragcache_core.tree import TreeNode
     from ragcache_core.vllm_plugin.cache.controller import CacheController
     from ragcache_core.vllm_plugin.cache.request_state import Key
     from ragcache_core.vllm_plugin.compat import SharedOffloadRegion
@@ -55,6 +55,7 @@ if TYPE_CHECKING:
 ADAPTED: Final = "ragcache_adapted"
 """Marks, in its ``kv_transfer_params``, a request whose KV an adapter (LoRA) computes."""
 _WRITING: Final = -1
+Item = TypeVar("Item")
 
 
 def is_adapted(req_context: ReqContext) -> bool:
@@ -65,21 +66,9 @@ def is_adapted(req_context: ReqContext) -> bool:
     return bool((req_context.kv_transfer_params or {}).get(ADAPTED))
 
 
-class HostBlock:
-    """A block of KV.
-
-    Attributes:
-        row: its row of host memory.
-        ref_cnt: transfers that read it; -1 until it is written.
-        is_fleeting: it must not outlive the engine.
-    """
-
-    __slots__ = ("is_fleeting", "ref_cnt", "row")
-
-    def __init__(self, row: int, ref_cnt: int, is_fleeting: bool) -> None:
-        self.row = row
-        self.ref_cnt = ref_cnt
-        self.is_fleeting = is_fleeting
+def _chosen(items: Iterable[Item], is_chosen: np.ndarray) -> list[Item]:
+    """Return the items that are chosen, in their order."""
+    return [*items] if is_chosen.all() else [*compress(items, is_chosen)]
 
 
 class HostTier:
@@ -117,7 +106,14 @@ class HostTier:
         self.num_rows = num_rows
         self._is_selective = is_selective
         self._tree = controller.tree
-        self._blocks: dict[OffloadKey, HostBlock] = {}
+        self._tier = controller.tree.tiers[Tier.HOST]
+        self._loose: dict[OffloadKey, int] = {}
+        """Rows of blocks that are no unit of the tree: of other groups, and unknown ones."""
+        self._num_reads = array("i", bytes(4 * num_rows))
+        """Transfers that read each row; -1 until it is written."""
+        self._reads_of = np.frombuffer(self._num_reads, np.int32)  # the same, of many rows at once
+        self._is_fleeting = np.zeros(num_rows, bool)
+        """Rows whose block must not outlive the engine."""
         self._num_read = self._num_written = 0  # blocks that transfers read, or write
         self._are_kept_forgotten = False
         """Rows that copies from before a reset use may hold what was forgotten."""
@@ -140,12 +136,13 @@ class HostTier:
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         """Return whether a block is here, and promise it to the looked-up request."""
-        block = self._blocks.get(key)
-        if block is None or key in self.controller.leaving:
+        row = self.row_of(key)
+        if row is None or key in self.controller.leaving:
             return LookupResult.MISS
-        if self.promises.is_looking_up and self.promises.add(key, is_ready=block.ref_cnt != _WRITING):
+        is_writing = self._num_reads[row] == _WRITING
+        if self.promises.is_looking_up and self.promises.add(key, is_ready=not is_writing):
             self._to_hold.append(key)
-        return LookupResult.HIT_PENDING if block.ref_cnt == _WRITING else LookupResult.HIT
+        return LookupResult.HIT_PENDING if is_writing else LookupResult.HIT
 
     def get_load_source(self, key: OffloadKey, req_context: ReqContext) -> CacheHitSource:
         """Return the tier's name for statistics."""
@@ -156,26 +153,25 @@ class HostTier:
 
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> CPULoadStoreSpec:
         """Hold blocks for reading, and return their rows."""
-        blocks = [self._blocks[key] for key in keys]
-        idle = [key for key, block in zip(keys, blocks, strict=True) if block.ref_cnt == 0]
+        rows = self.rows_of(keys)
+        num_reads = self._reads_of[rows]
+        assert num_reads.min(initial=0) >= 0, "a block is read before it is written"
+        idle = _chosen(keys, num_reads == 0)
         self._hold(idle)
         self._num_read += len(idle)
-        for block in blocks:
-            assert block.ref_cnt >= 0, "a block is read before it is written"
-            block.ref_cnt += 1
-        return CPULoadStoreSpec([block.row for block in blocks])
+        self._reads_of[rows] += 1
+        return CPULoadStoreSpec(rows)
 
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         """Release blocks after reading."""
-        released: list[OffloadKey] = []
-        for key in keys:
-            block = self._blocks[key]
-            assert block.ref_cnt > 0, "a block is released that is not read"
-            block.ref_cnt -= 1
-            if not block.ref_cnt:
-                released.append(key)
+        rows = self.rows_of(keys)
+        num_reads = self._reads_of[rows]
+        assert num_reads.min(initial=1) > 0, "a block is released that is not read"
+        self._reads_of[rows] -= 1
+        is_last = num_reads == 1
+        released = _chosen(keys, is_last)
         self._num_read -= len(released)
-        self._release(released)
+        self._release(released, _chosen(rows, is_last))
 
     def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
         """Return rows for a request's new blocks; ``None`` if too few can be evicted.
@@ -183,8 +179,9 @@ class HostTier:
         What ranks below all that would have to go is not stored.
         """
         self._hold_promised()
-        offered, chosen = self._admit(keys)
-        return self._store(self._within_quotas(offered), req_context, chosen)
+        offered, new, chosen = self._admit(keys)
+        kept = self._within_quotas(offered)
+        return self._store(kept, new if kept is offered else self._not_here(kept), req_context, chosen)
 
     def complete_store(
         self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True, num_readers: int = 0
@@ -197,11 +194,10 @@ class HostTier:
             success: whether they are written.
             num_readers: lower tiers that read them from now on, each until :meth:`complete_read`.
         """
-        ended: list[OffloadKey] = []
-        for key, block in zip(keys, map(self._blocks.get, keys), strict=True):
-            if block is not None and block.ref_cnt == _WRITING:
-                block.ref_cnt = num_readers
-                ended.append(key)
+        keys, rows = self._here(keys)  # a reset may have dropped some
+        is_written = self._reads_of[rows] == _WRITING
+        ended, rows = _chosen(keys, is_written), _chosen(rows, is_written)
+        self._reads_of[rows] = num_readers
         self._num_written -= len(ended)
         if not success:
             for key in ended:
@@ -211,7 +207,7 @@ class HostTier:
         if num_readers:  # they stay held; the journal is not kept beside lower tiers
             self._num_read += len(ended)
         else:
-            self._release(ended)
+            self._release(ended, rows)
         self._emit(ended, removed=False)
 
     complete_read, complete_write = complete_load, complete_store
@@ -224,7 +220,7 @@ class HostTier:
         self._hold_promised()
         keys = list(self._within_quotas(keys))
         output = None
-        while keys and (output := self._store(keys, req_context, [])) is None:
+        while keys and (output := self._store(keys, self._not_here(keys), req_context, [])) is None:
             del keys[len(keys) // 2 :]
         return output
 
@@ -246,14 +242,17 @@ class HostTier:
     def reset_cache(self) -> None:
         """Drop everything; blocks stored later do not outlive the engine, as its weights may have changed."""
         self._are_kept_forgotten |= bool(self.controller.leaving)
-        self._emit([key for key, block in self._blocks.items() if block.ref_cnt != _WRITING], removed=True)
-        self._take_out(list(self._blocks))
+        contents = self.contents()
+        self._emit([key for key, row in contents.items() if self._num_reads[row] != _WRITING], removed=True)
+        self._loose.clear()
+        self.num_other_blocks = 0
         self._num_read = self._num_written = 0
         self._unknown.clear()
         self._others.clear()
         self.promises.clear()
         self._to_hold.clear()
         if self.journal is not None:
+            self.journal.remove([*contents.values()])
             self.journal.close()
             self.journal = None
         self._tree.clear_tier(Tier.HOST)
@@ -268,14 +267,29 @@ class HostTier:
 
     # For the connector
 
-    def rows_of(self, keys: Iterable[OffloadKey]) -> list[int]:
+    def rows_of(self, keys: Collection[OffloadKey]) -> list[int]:
         """Return the rows of stored blocks."""
-        return [self._blocks[key].row for key in keys]
+        _, rows = self._here(keys)
+        assert len(rows) == len(keys), "a block is not here"
+        return rows
+
+    def contents(self) -> dict[OffloadKey, int]:
+        """Return the row of each block that is here; O(blocks)."""
+        rows = dict(self._loose)
+        for node in self._tree.nodes():
+            units = cast("list[Key]", node.keys) if self._tier.slots[node.id] is not None else []
+            keys = cast("list[OffloadKey]", offload_keys(units, self.groups.main))
+            slots = self._tier.slots[node.id] or ()
+            rows |= {key: row for key, row in zip(keys, slots, strict=False) if row is not None}
+        return rows
 
     def row_of(self, key: OffloadKey) -> int | None:
         """Return the row of a stored block."""
-        block = self._blocks.get(key)
-        return None if block is None else block.row
+        if key in self._loose:
+            return self._loose[key]
+        place = None if self._others.has_groups and not self.groups.is_main(key) else self._locate(key)
+        slots = None if place is None else self._tier.slots[place.node.id]
+        return slots[place.unit] if place is not None and slots is not None and place.unit < len(slots) else None
 
     def begin_lookup(self, request_id: str, num_local_tokens: int) -> None:
         """Promise the following look-ups to a request, instead of its earlier promises.
@@ -292,14 +306,15 @@ class HostTier:
 
     def drop_promises(self, request_id: str) -> None:
         """Drop a request's promises, as it was loaded or ended."""
-        self._unhold(self.promises.drop(request_id))
+        if dropped := self.promises.drop(request_id):
+            self._unhold(dropped)
 
     def adopt(self, rows: Mapping[OffloadKey, int]) -> None:
         """Add blocks of an earlier engine in their rows; the tier is empty, and the tree has them."""
-        assert not self._blocks
+        assert not self._loose
         self.rows.take(rows.values())
         self._insert([*rows], [*rows.values()], 0, is_fleeting=False)
-        self._release([*rows])
+        self._release([*rows], [*rows.values()])
 
     def note_names(self) -> None:
         """Store the documents of blocks that were named after being stored in the journal."""
@@ -309,9 +324,11 @@ class HostTier:
         nodes = [node for node in tree.nodes() if node.id in tree.rekeyed]
         tree.rekeyed.clear()
         keys = [key for node in nodes for unit in node.keys for key in self._keys_of(cast("Key", unit))]
-        ready = [key for key in keys if self._blocks[key].ref_cnt != _WRITING]
-        journal.remove([self._blocks[key].row for key in ready])
-        self._record(ready)
+        rows = self.rows_of(keys)
+        is_ready = self._reads_of[rows] != _WRITING
+        ready, rows = _chosen(keys, is_ready), _chosen(rows, is_ready)
+        journal.remove(rows)
+        self._record(ready, rows, units_of(ready))
 
     # A holder of what may be forgotten
 
@@ -319,7 +336,7 @@ class HostTier:
         """Drop blocks, or hide those that are being copied from look-ups."""
         keys = [key for unit in forgotten.units for key in self._keys_of(unit)]
         if forgotten.is_all:
-            keys = list(self._blocks)
+            keys = list(self.contents())
         self.controller.leaving.update(dict.fromkeys(keys))
         self._drop_leaving()
         self._overwrite_unused()
@@ -342,110 +359,137 @@ class HostTier:
 
     # Inside
 
-    def _admit(self, keys: Collection[OffloadKey]) -> tuple[Collection[OffloadKey], list[EvictedUnit]]:
-        """Return which of the offered ``keys`` are here or worth storing, and the blocks evicted for them.
+    def _admit(
+        self, keys: Collection[OffloadKey]
+    ) -> tuple[Collection[OffloadKey], Sequence[OffloadKey], list[EvictedRun]]:
+        """Return which of the ``keys`` are here or worth their rows, which are new, and what was evicted for them.
 
         Of other groups that is what a hit may need.
         """
-        blocks, has_groups = self._blocks, self._others.has_groups
+        has_groups = self._others.has_groups
         if has_groups:
-            keys = [key for key in keys if key in blocks or self._is_needed(key)]
-        num_free = self.rows.num_free
+            keys = [key for key in keys if key in self._loose or self._is_needed(key)]
+        num_free, new = self.rows.num_free, self._not_here(keys)
         if has_groups or not self._is_selective or len(keys) <= num_free:
-            return keys, []
-        new = self._not_here(keys)
+            return keys, new, []
         units = units_of(keys)
         shield = self._tree.shielded(units)
-        num_spare = len(self._spare(set(keys), len(blocks))) if self._unknown else 0
+        num_spare = len(self._spare(set(keys), len(self._unknown))) if self._unknown else 0
         new_units = units if len(new) == len(keys) else units_of(new)
         admission = admit(self._tree, Tier.HOST, new_units, num_free + num_spare, shield)
         if admission.num_admitted < len(new):
             left_out = set(new[admission.num_admitted :])
-            keys = [key for key in keys if key not in left_out]
-        return keys, admission.evicted
+            keys, new = [key for key in keys if key not in left_out], new[: admission.num_admitted]
+        return keys, new, admission.evicted
 
     def _within_quotas(self, keys: Collection[OffloadKey]) -> Collection[OffloadKey]:
         """Return which of a request's ``keys`` may be stored, evicting others of the same owners."""
         if not self._tree.tiers[Tier.HOST].shares.quotas:
             return keys
-        new = [key for key in keys if key not in self._blocks and self.groups.is_main(key)]
+        new = [key for key in keys if self.groups.is_main(key) and self.row_of(key) is None]
         shield = self._tree.shielded(units_of(keys))
         num_admitted, evicted = admit_within_quotas(self._tree, Tier.HOST, [*map(unit_of, new)], shield)
-        gone = [key for unit in evicted for key in self._keys_of(cast("Key", unit.key))]
-        self._drop_idle([key for key in gone if not self._blocks[key].ref_cnt])
+        self._free_evicted(evicted, [])
         left_out = {unit_of(key) for key in new[num_admitted:]}
         return [key for key in keys if unit_of(key) not in left_out]
 
     def _store(
-        self, keys: Collection[OffloadKey], req_context: ReqContext, chosen: list[EvictedUnit]
+        self,
+        keys: Collection[OffloadKey],
+        new: Sequence[OffloadKey],
+        req_context: ReqContext,
+        chosen: list[EvictedRun],
     ) -> PrepareStoreOutput | None:
-        """Return rows for new blocks; the ``chosen`` ones have already left the tree."""
-        new = self._not_here(keys)
-        evicted = self._evict(len(new) - self.rows.num_free, keys, chosen)
-        if evicted is None:
+        """Return rows for the ``new`` ones of ``keys``; ``chosen`` units have left the tree for them already."""
+        if not self._evict(len(new) - self.rows.num_free, keys, chosen):
             return None
         rows = self.rows.allocate(len(new))
         self._stats.on_allocated(len(new))
         self._num_written += len(new)
         self._insert(new, rows, _WRITING, is_fleeting=is_adapted(req_context))
-        return PrepareStoreOutput(keys_to_store=new, store_spec=CPULoadStoreSpec(rows), evicted_keys=evicted)
+        return PrepareStoreOutput(keys_to_store=new, store_spec=CPULoadStoreSpec(rows), evicted_keys=[])  # never read
 
-    def _evict(self, num: int, protected: Collection[OffloadKey], chosen: list[EvictedUnit]) -> list[OffloadKey] | None:
-        """Free ``num`` rows and those of ``chosen`` blocks; return the evicted ones, ``None`` if there are too few."""
+    def _evict(self, num: int, protected: Collection[OffloadKey], chosen: list[EvictedRun]) -> bool:
+        """Free ``num`` rows, and those of ``chosen`` units; return False where too little can go."""
         if num <= 0 and not chosen:
-            return []
+            return True
         others = self._others
-        num_chosen = sum(others.size_of(unit.key) for unit in chosen) if others else len(chosen)
+        num_chosen = total_size(chosen, others.size_of if others else None)
         spare = self._spare(set(protected), max(num - num_chosen, 0)) if self._unknown or others else []
-        units: list[EvictedUnit] | None = chosen
+        runs: list[EvictedRun] | None = chosen
         if num > num_chosen + len(spare):
             assert not chosen, "what was admitted has room"
             shield = self._tree.shielded(units_of(protected))
             size_of = others.size_of if others else None
             owners = (at.node.owner for key in protected if (at := self._locate(key)) is not None)
             owner = next(owners, NO_OWNER)
-            units = self._tree.evict(Tier.HOST, num - len(spare), shield, size_of=size_of, for_owner=owner)
-        if units is None:  # perhaps there are windows and states whose units have to stay
+            runs = self._tree.evict(Tier.HOST, num - len(spare), shield, size_of=size_of, for_owner=owner)
+        if runs is None:  # perhaps there are windows and states whose units have to stay
             kept = {*protected, *spare}
             free = (key for key in others if key not in kept)
             loose = list(islice(free, num - len(spare)))
             if num > len(spare) + len(loose):
-                return None
-            units, spare = [], spare + loose
-        evicted_units = cast("list[Key]", [unit.key for unit in units])
-        evicted = cast("list[OffloadKey]", offload_keys(evicted_units, self.groups.main))
-        if spare or others:
-            beside = [key for unit in units for key in others.of_unit(unit.key)] if others else []
-            evicted = list(dict.fromkeys([*spare, *evicted, *beside]))
-        for key in spare:
-            self._unknown.pop(key, None)
-        self.rows.free(self._take_out(evicted))
-        self._emit(evicted, removed=True)
-        return evicted
+                return False
+            runs, spare = [], spare + loose
+        self._free_evicted(runs, spare)
+        return True
 
-    def _insert(self, keys: Sequence[OffloadKey], rows: Sequence[int], ref_cnt: int, *, is_fleeting: bool) -> None:
+    def _free_evicted(self, evicted: Sequence[EvictedRun], spare: Iterable[OffloadKey]) -> None:
+        """Free the rows of units that the tree has evicted, with what goes with them, and those of ``spare`` blocks."""
+        units = cast("list[Key]", [*chain.from_iterable(run.keys for run in evicted)])
+        beside = chain.from_iterable(map(self._others.of_unit, units)) if self._others else ()
+        loose = dict.fromkeys([*spare, *beside])
+        rows = [*chain.from_iterable(run.slots for run in evicted), *map(self._take_loose, loose)]
+        self.rows.free(rows)
+        if self.journal is not None:
+            self.journal.remove(rows)
+        if self.events is not None:
+            self._emit([*loose, *cast("list[OffloadKey]", offload_keys(units, self.groups.main))], removed=True)
+
+    def _insert(self, keys: Sequence[OffloadKey], rows: Sequence[int], num_reads: int, *, is_fleeting: bool) -> None:
         """Assign blocks to rows, held until :meth:`_release`."""
-        blocks = [HostBlock(row, ref_cnt, is_fleeting) for row in rows]
-        self._blocks.update(zip(keys, blocks, strict=True))
-        for node, units in self._arrive(keys).items():
-            self._tree.acquire_units(node, units, Tier.HOST)
-            self._tree.add(node, units, Tier.HOST)
+        self._reads_of[rows] = num_reads
+        self._is_fleeting[rows] = is_fleeting
+        is_unit = [*map(self.groups.is_main, keys)] if self._others.has_groups else repeat(True)
+        main, main_rows = [*compress(keys, is_unit)], [*compress(rows, is_unit)]
+        self.num_other_blocks += len(keys) - len(main)  # such a block is the tier's once nothing uses it
+        num_units = 0
+        for at, (node, first), length in self._tree.runs(units_of(main)):
+            end = first + length
+            self._tier.slots_of(node)[first:end] = main_rows[at : at + length]
+            self._tree.acquire_units(node, (1 << end) - (1 << first), Tier.HOST)
+            self._tree.add(node, (1 << end) - (1 << first), Tier.HOST)
+            num_units += length
+        if num_units < len(keys):
+            for key, row in zip(keys, rows, strict=True):
+                is_known = self._locate(key) is not None
+                if not is_known or not self.groups.is_main(key):
+                    self._loose[key] = row
+                if not is_known:
+                    self._unknown[key] = None
         if self.promises.is_looking_up:  # they are held already
             for key in keys:
-                self.promises.add(key, is_ready=ref_cnt != _WRITING)
+                self.promises.add(key, is_ready=num_reads != _WRITING)
 
     def _not_here(self, keys: Collection[OffloadKey]) -> list[OffloadKey]:
-        blocks = self._blocks
-        return [*keys] if blocks.keys().isdisjoint(keys) else [key for key in keys if key not in blocks]
+        found, _ = self._here(keys)
+        here = frozenset(found)
+        return [key for key in keys if key not in here] if here else [*keys]
 
-    def _arrive(self, keys: Sequence[OffloadKey]) -> Mapping[TreeNode, int]:
-        """Return the tree blocks of new full-attention blocks by node, and record unknown ones."""
-        main = self._main_of(keys)
-        self.num_other_blocks += len(keys) - len(main)  # such a block is the tier's once nothing uses it
-        units = self._tree.units_of(units_of(main))
-        if len(main) < len(keys) or sum(mask.bit_count() for mask in units.values()) < len(main):
-            self._unknown.update((key, None) for key in keys if self._locate(key) is None)
-        return units
+    def _here(self, keys: Collection[OffloadKey]) -> tuple[Sequence[OffloadKey], list[int]]:
+        """Return which blocks are here, and their rows; O(nodes) where all are units in the order of their path."""
+        rows = [*map(self._loose.get, keys)]
+        is_unit = [*map(self.groups.is_main, keys)] if self._others.has_groups else repeat(True)
+        places = [*compress(range(len(rows)), is_unit)]
+        for at, (node, first), length in self._tree.runs(units_of(compress(keys, is_unit))):
+            if self._tier.slots[node.id] is not None:
+                slots = self._tier.slots_of(node)[first : first + length]
+                for place, row in zip(places[at : at + length], slots, strict=True):
+                    rows[place] = rows[place] if row is None else row
+        if None not in rows:
+            return [*keys], cast("list[int]", rows)
+        found = [(key, row) for key, row in zip(keys, rows, strict=True) if row is not None]
+        return [key for key, _ in found], [row for _, row in found]
 
     def _main_of(self, keys: Sequence[OffloadKey]) -> Sequence[OffloadKey]:
         """Return the full-attention blocks."""
@@ -460,23 +504,23 @@ class HostTier:
         for node, units in self._tree.units_of(units_of(main)).items():
             self._tree.acquire_units(node, units, Tier.HOST)
 
-    def _release(self, keys: Sequence[OffloadKey]) -> None:
+    def _release(self, keys: Sequence[OffloadKey], rows: Sequence[int]) -> None:
         """Make blocks evictable that no transfer uses, unless they are promised."""
         if self._others.has_groups or self.promises:
             if self.journal is not None:
-                self._record(keys)
+                self._record(keys, rows, units_of(keys))
             self._unhold([key for key in keys if key not in self.promises] if self.promises else keys)
             return
         units = units_of(keys)
         if self.journal is not None:
-            self._record(keys, units)
+            self._record(keys, rows, units)
         for node, mask in self._tree.units_of(units).items():
             self._tree.release_units(node, mask, Tier.HOST)
 
-    def _unhold(self, keys: Iterable[OffloadKey]) -> None:
+    def _unhold(self, keys: Collection[OffloadKey]) -> None:
         """Make blocks evictable, except those that a transfer uses."""
-        blocks = self._blocks
-        idle = [key for key in keys if (block := blocks.get(key)) is not None and not block.ref_cnt]
+        here, rows = self._here(keys)
+        idle = _chosen(here, self._reads_of[rows] == 0)
         main = self._main_of(idle)
         for key in idle if len(main) < len(idle) else ():
             if not self.groups.is_main(key) and self._locate(key) is not None:
@@ -485,26 +529,18 @@ class HostTier:
         for node, units in self._tree.units_of(units_of(main)).items():
             self._tree.release_units(node, units, Tier.HOST)
 
-    def _record(self, keys: Sequence[OffloadKey], units: Sequence[Key] | None = None) -> None:
-        """Add blocks to the journal, if they may outlive the engine.
-
-        ``units`` are those of the keys, if they are known.
-        """
-        journal, blocks, tree = self.journal, self._blocks, self._tree
+    def _record(self, keys: Sequence[OffloadKey], rows: Sequence[int], units: Sequence[Key]) -> None:
+        """Have the journal note what lies in the rows of blocks, as far as it may outlive the engine."""
+        journal, tree = self.journal, self._tree
         assert journal is not None
-        held = [blocks[key] for key in keys]
-        if any(block.is_fleeting for block in held):
-            lasting = [key for key in keys if not blocks[key].is_fleeting]
-            if not lasting:
-                return
-            keys, units, held = lasting, None, [blocks[key] for key in lasting]
-        rows = [block.row for block in held]
+        is_lasting = ~self._is_fleeting[rows]
+        if not is_lasting.all():
+            keys, rows, units = (_chosen(each, is_lasting) for each in (keys, rows, units))
         if self._others.has_groups:
             for key, row in zip(keys, rows, strict=True):
                 if self._locate(key) is not None:
                     journal.record([row], [self.groups.chunk_name(key)], self.groups.note_of(tree, key))
             return
-        units = units_of(keys) if units is None else units
         for at, first, length in tree.runs(units):
             journal.record(rows[at : at + length], units[at : at + length], self.groups.note_at(tree, first))
 
@@ -522,52 +558,49 @@ class HostTier:
 
     def _drop(self, key: OffloadKey) -> None:
         """Remove a block from tier and tree, and free its row."""
-        rows = self._take_out([key])
-        self._unknown.pop(key, None)
+        row = self._take_loose(key) if key in self._loose else self.row_of(key)
+        assert row is not None
+        self.promises.settle([key])
         if self.groups.is_main(key):
             self._others.lose_unit(unit_of(key))
             if (location := self._locate(key)) is not None:
                 self._tree.release_units(location.node, 1 << location.unit, Tier.HOST)
                 self._tree.remove(location.node, 1 << location.unit, Tier.HOST)
-        self.rows.free(rows)
-
-    def _take_out(self, keys: Sequence[OffloadKey]) -> list[int]:
-        """Remove blocks from the tier, and return their rows."""
-        pop = self._blocks.pop
-        rows = [pop(key).row for key in keys]
-        self.promises.settle(keys)
-        if self._others.has_groups:
-            for key in keys:
-                if not self.groups.is_main(key):
-                    self.num_other_blocks -= 1
-                    self._others.discard(key)
+        self.rows.free([row])
         if self.journal is not None:
-            self.journal.remove(rows)
-        return rows
+            self.journal.remove([row])
+
+    def _take_loose(self, key: OffloadKey) -> int:
+        """Take a block that is no unit out of the tier, and return its row."""
+        self._unknown.pop(key, None)
+        if not self.groups.is_main(key):
+            self.num_other_blocks -= 1
+            self._others.discard(key)
+        return self._loose.pop(key)
 
     def _drop_leaving(self) -> int:
         """Drop deleted blocks that no transfer uses; return their number."""
         leaving, gone = self.controller.leaving, []
         for key in map(OffloadKey, list(leaving)):
-            block = self._blocks.get(key)
-            if block is None or not block.ref_cnt:
+            row = self.row_of(key)
+            if row is None or not self._num_reads[row]:
                 del leaving[key]
-            if block is not None and not block.ref_cnt:
+            if row is not None and not self._num_reads[row]:
                 gone.append(key)
         self._drop_idle(gone)
         return len(gone)
 
     def _overwrite_unused(self) -> None:
         rows = np.frombuffer(self.get_kv_memoryview(), np.uint8).reshape(self.get_kv_memoryview().shape)
-        for row in self.rows.take_unused([block.row for block in self._blocks.values()]):
+        for row in self.rows.take_unused(self.contents().values()):
             rows[row] = 0
         if self.journal is not None:
             self.journal.scrub()
 
     def _spare(self, kept: Collection[OffloadKey], count: int) -> list[OffloadKey]:
         """Return up to ``count`` blocks without a use for hits, except ``kept`` ones."""
-        blocks, promises = self._blocks, self.promises
-        unknown = (key for key in self._unknown if not blocks[key].ref_cnt and key not in promises)
+        promises = self.promises
+        unknown = (key for key in self._unknown if not self._num_reads[self._loose[key]] and key not in promises)
         return list(islice((key for key in chain(unknown, self._others.useless()) if key not in kept), count))
 
     def _is_needed(self, key: OffloadKey) -> bool:
@@ -578,12 +611,12 @@ class HostTier:
         return self.groups.is_worth_keeping(self._tree, group, unit_of(key), partial(self._has, group=group))
 
     def _has(self, unit: Key, *, group: int) -> bool:
-        return OffloadKey(offload_key(unit, group)) in self._blocks
+        return OffloadKey(offload_key(unit, group)) in self._loose
 
     def _keys_of(self, unit: Key) -> list[OffloadKey]:
         """Return a tree block's stored blocks, one per group."""
         keys = [OffloadKey(offload_key(unit, group)) for group in (self.groups.main, *self.groups.others)]
-        return [key for key in keys if key in self._blocks]
+        return [key for key in keys if self.row_of(key) is not None]
 
     def _locate(self, key: OffloadKey) -> Location | None:
         return self._tree.locate(unit_of(key))

@@ -15,7 +15,7 @@ class _Lookup(Generic[KeyT]):
     """A request's last look-up, after ``num_local_tokens`` that the GPU has."""
 
     num_local_tokens: int
-    promised: set[KeyT] = field(default_factory=set)
+    promised: dict[KeyT, None] = field(default_factory=dict)  # in the order of the look-up
     num_awaited: int = 0
 
 
@@ -57,7 +57,7 @@ class Promises(Generic[KeyT]):
         assert lookup is not None
         if key in lookup.promised:
             return False
-        lookup.promised.add(key)
+        lookup.promised[key] = None
         self._counts[key] += 1
         if not is_ready:
             self._awaited.setdefault(key, []).append(lookup)

@@ -15,10 +15,11 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import compress, islice
+from itertools import chain, compress, islice
+from operator import attrgetter
 from typing import TYPE_CHECKING, cast
 
-from ragcache_core.tree import Location, masks_of
+from ragcache_core.tree import Location, length_of_run
 from ragcache_core.types import Tier
 from ragcache_core.vllm_plugin.cache.forgetting import Forgotten, Freed
 from ragcache_core.vllm_plugin.cache.kv_groups import OtherBlocks
@@ -35,7 +36,7 @@ from ragcache_core.vllm_plugin.compat import (
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
-    from ragcache_core.tree import EvictedUnit
+    from ragcache_core.tree import EvictedRun, TreeNode
     from ragcache_core.vllm_plugin.cache.controller import CacheController
     from ragcache_core.vllm_plugin.cache.request_state import Key, RequestState
     from ragcache_core.vllm_plugin.compat import BlockHashWithGroupId
@@ -44,16 +45,18 @@ if TYPE_CHECKING:
 _EVICTED_AHEAD = 32
 """Maximum number of blocks that are evicted before they are needed."""
 _CACHED_PER_AHEAD = 128
-"""Cached blocks per block evicted in advance."""
+"""Cached blocks per block that is evicted ahead."""
+_IS_NULL = attrgetter("is_null")
 
 
 class TreeFreeBlockQueue(FreeKVCacheBlockQueue):
     """vLLM's queue of free blocks, with the tree's order of eviction.
 
-    Each unit of the tree that lies on the GPU has one block, its slot in the tree; ``_units`` is the way back. Another
-    block with the same content is a copy: it becomes spare when it is free. ``num_free_blocks`` can be allocated: vLLM
-    reads it for each request of each step, so it is counted, not computed. Returned blocks are placed while the model
-    computes a step (:meth:`place_returned`), or before any other call.
+    Each unit of the tree that lies on the GPU has one block, its slot in the tree. A block's hash leads to its unit;
+    requests use blocks in the order of their path, so one hash leads to all blocks of a node. Another block with the
+    same content is a copy: it becomes spare when it is free. ``num_free_blocks`` can be allocated: vLLM reads it for
+    each request of each step, so it is counted, not computed. Returned blocks are placed while the model computes a
+    step (:meth:`place_returned`), or before any other call.
     """
 
     def __init__(self, blocks: list[KVCacheBlock], pool: TreeBlockPool, controller: CacheController) -> None:
@@ -66,7 +69,6 @@ class TreeFreeBlockQueue(FreeKVCacheBlockQueue):
         self._tree = controller.tree
         self._tier = controller.tree.tiers[Tier.GPU]
         self._main = controller.groups.main
-        self._units: list[Location | None] = [None] * len(pool.blocks)
         self._copies: set[int] = set()
         self._others: OtherBlocks[int] = OtherBlocks(controller.groups, controller.tree, Tier.GPU)
         self._other_cached: dict[int, KVCacheBlock] = {}
@@ -134,10 +136,11 @@ class TreeFreeBlockQueue(FreeKVCacheBlockQueue):
         if self._returned:
             returned, self._returned = self._returned, []
             resident = self._tier.resident
-            places: Iterable[Location | None] = self._units_of(returned)
-            if self._copies or None in places:
-                places = self._take_back(returned)
-            for node, units in masks_of(places).items():
+            masks, others = ({}, returned) if self._copies else self._masks_of(returned)
+            for block in others:
+                if (place := self._take_back(block)) is not None:
+                    masks[place.node] = masks.get(place.node, 0) | 1 << place.unit
+            for node, units in masks.items():
                 if missing := units & ~resident[node.id]:
                     self._tree.add(node, missing, Tier.GPU)
                 self._tree.release_units(node, units, Tier.GPU)
@@ -146,28 +149,29 @@ class TreeFreeBlockQueue(FreeKVCacheBlockQueue):
     def take_hits(self, blocks: Sequence[KVCacheBlock]) -> None:
         """Take several free blocks whose KV a request uses."""
         self.place_returned()
-        places: Iterable[Location | None] = self._units_of(blocks)
-        if None in places:
-            places = self._take_hit_units(blocks)
-        for node, mask in masks_of(places).items():
+        masks, others = self._masks_of(blocks)
+        for block in others:
+            if block.block_id in self._other_cached:
+                self._take_other(block.block_id)
+            elif self._spare.pop(block.block_id, None) is None:
+                raise RuntimeError(f"a block that is not free was taken for a hit: {block}")
+            elif (block_hash := block.block_hash) is not None and self._is_main(block_hash):  # a copy
+                self.cache([block], [get_block_hash(block_hash)])
+        for node, mask in masks.items():
             self._tree.acquire_units(node, mask, Tier.GPU)
         self.num_free_blocks -= len(blocks)
 
-    def cache(self, blocks: Sequence[KVCacheBlock], places: Sequence[Location]) -> None:
-        """Add tree blocks whose content is in ``blocks``, one each, which a request uses."""
+    def cache(self, blocks: Sequence[KVCacheBlock], keys: Sequence[Key]) -> None:
+        """Hold the units ``keys`` of the tree, whose content is in ``blocks``, one each, which a request uses."""
         self.place_returned()
-        slots: list[KVCacheBlock | None] = []
-        node, units = None, self._units
-        for block, place in zip(blocks, places, strict=True):
-            if place.node is not node:
-                node = place.node
-                slots = self._tier.slots_of(node)
-            if slots[place.unit] is None:
-                slots[place.unit] = block
-                units[block.block_id] = place
+        for at, (node, first), length in self._tree.runs(keys):
+            slots, end = self._tier.slots_of(node), first + length
+            if slots[first:end].count(None) == length:
+                slots[first:end] = blocks[at : at + length]
             else:
-                self._add_copy(block, place)
-        for node, mask in masks_of(places).items():
+                for unit, block in enumerate(blocks[at : at + length], first):
+                    self._add_to_unit(block, slots, unit)
+            mask = (1 << end) - (1 << first)
             self._tree.acquire_units(node, mask, Tier.GPU)
             self._tree.add(node, mask, Tier.GPU)
 
@@ -183,7 +187,7 @@ class TreeFreeBlockQueue(FreeKVCacheBlockQueue):
         """Handle vLLM's removal of ``block_hash`` from a block; a copy replaces it, if there is one."""
         block_id = block.block_id
         self._copies.discard(block_id)
-        place, self._units[block_id] = self._units[block_id], None
+        place = self._unit_of(block, block_hash)
         if place is None:  # the tree evicted it, or knows another block of this unit
             if self._other_cached and self._other_cached.pop(block_id, None) is not None:
                 del self._other_ids[block_hash]
@@ -206,14 +210,13 @@ class TreeFreeBlockQueue(FreeKVCacheBlockQueue):
         self._other_ids.clear()
         self._others.clear()
         self._copies.clear()
-        self._units = [None] * len(self._units)
 
     # Inside
 
     def _cached(self) -> Iterator[KVCacheBlock]:
         """Yield the free full-attention blocks with cached content."""
-        units = self._units
-        return (block for block in self._pool.blocks if block.ref_cnt == 0 and units[block.block_id] is not None)
+        blocks = chain.from_iterable(filter(None, self._tier.slots))
+        return (block for block in blocks if block is not None and not block.ref_cnt)
 
     def _evict_ahead(self) -> None:
         """Make some blocks spare in advance, as decoding requests need them one by one and a batch is cheaper."""
@@ -229,49 +232,52 @@ class TreeFreeBlockQueue(FreeKVCacheBlockQueue):
             if num_units := shares.num_over_quota(owner):
                 self._make_spare(self._tree.evict_from_owner(Tier.GPU, owner, num_units))
 
-    def _make_spare(self, evicted: Sequence[EvictedUnit]) -> None:
+    def _make_spare(self, evicted: Sequence[EvictedRun]) -> None:
         """Make blocks of evicted tree blocks spare, and clear free copies of them."""
-        for unit in evicted if self._others else ():
-            self._others.lose_unit(cast("Key", unit.key))
-        blocks = {block.block_id: block for block in self._blocks_of(evicted)}
-        self._spare |= blocks
-        gone = set(blocks)
-        for block in blocks.values() if self._copies else ():
-            gone.update(copy.block_id for copy in cached_copies(self._pool, block.block_hash) if not copy.ref_cnt)
-        self._pool.evict_blocks(gone)
+        for unit in _keys_of(evicted) if self._others else ():
+            self._others.lose_unit(unit)
+        blocks = [*_slots_of(evicted)]
+        self._spare.update((block.block_id, block) for block in blocks)
+        for block in blocks if self._copies else ():
+            copies = cached_copies(self._pool, block.block_hash)
+            self._pool.evict_blocks({copy.block_id for copy in copies if copy is not block and not copy.ref_cnt})
+        self._pool.drop_contents(blocks)
 
-    def _units_of(self, blocks: Sequence[KVCacheBlock]) -> list[Location | None]:
-        """Return the tree block of each block; ``None`` without one."""
-        units = self._units
-        return [units[block.block_id] for block in blocks]
+    def _masks_of(self, blocks: Sequence[KVCacheBlock]) -> tuple[dict[TreeNode, int], list[KVCacheBlock]]:
+        """Return the units of blocks, by node, and the blocks that are no unit's.
 
-    def _take_hit_units(self, blocks: Sequence[KVCacheBlock]) -> Iterator[Location]:
-        """Yield the tree blocks of free blocks that are taken."""
-        for block in blocks:
-            if (place := self._units[block.block_id]) is not None:
-                yield place
-            elif block.block_id in self._other_cached:
-                self._take_other(block.block_id)
-            elif self._spare.pop(block.block_id, None) is None:
-                raise RuntimeError(f"a block that is not free was taken for a hit: {block}")
-            elif (place := self._locate(block)) is not None:  # a copy
-                self.cache([block], [place])
+        O(nodes) and a comparison of lists where blocks are in the order of their path, or against it.
+        """
+        masks: dict[TreeNode, int] = {}
+        others: list[KVCacheBlock] = []
+        at = 0
+        while at < len(blocks):
+            if (place := self._unit_of(blocks[at], blocks[at].block_hash)) is None:
+                others.append(blocks[at])
+                at += 1
+                continue
+            node, first = place
+            slots, num_left = self._tier.slots_of(node), len(blocks) - at
+            if num_left > 1 and first + 1 < len(slots) and slots[first + 1] is blocks[at + 1]:
+                length = length_of_run(slots, first, blocks, at)
+            else:
+                length = length_of_run(slots[first::-1], 0, blocks, at)
+                first -= length - 1
+            masks[node] = masks.get(node, 0) | (1 << first + length) - (1 << first)
+            at += length
+        return masks, others
 
-    def _add_copy(self, block: KVCacheBlock, place: Location) -> None:
-        """Add a block in use whose content another block has; the tree block refers to one in use."""
-        slots = self._tier.slots_of(place.node)
-        own = slots[place.unit]
-        if own is block:
-            return
-        if own.ref_cnt:
-            self._copies.add(block.block_id)
-            return
-        self._units[own.block_id] = None
-        self._copies.add(own.block_id)
-        self._spare[own.block_id] = own
-        self._copies.discard(block.block_id)
-        slots[place.unit] = block
-        self._units[block.block_id] = place
+    def _add_to_unit(self, block: KVCacheBlock, slots: list[KVCacheBlock | None], unit: int) -> None:
+        """Take in a block in use; where another block has its content, the unit's is one in use."""
+        own = slots[unit]
+        if own is not None and own is not block:
+            if own.ref_cnt:
+                self._copies.add(block.block_id)
+                return
+            self._copies.add(own.block_id)
+            self._spare[own.block_id] = own
+            self._copies.discard(block.block_id)
+        slots[unit] = block
 
     def _replace(self, place: Location, block_hash: BlockHashWithGroupId) -> bool:
         """Give a tree block without a block one of its copies, preferably one in use; return whether there is one."""
@@ -281,22 +287,16 @@ class TreeFreeBlockQueue(FreeKVCacheBlockQueue):
         (copy, *_) = copies
         self._copies.discard(copy.block_id)
         self._tier.slots_of(place.node)[place.unit] = copy
-        self._units[copy.block_id] = place
         if not copy.ref_cnt:
             del self._spare[copy.block_id]
             self._tree.release_units(place.node, 1 << place.unit, Tier.GPU)
         return True
 
-    def _take_back(self, blocks: Sequence[KVCacheBlock]) -> Iterator[Location]:
-        """Free blocks, and yield the tree blocks that no request uses now."""
-        units, copies = self._units, self._copies
-        for block in blocks:
-            if (place := units[block.block_id]) is None:
-                place = self._take_back_unknown(block)
-            elif copies and self._is_used_elsewhere(block, place):
-                place = None
-            if place is not None:
-                yield place
+    def _take_back(self, block: KVCacheBlock) -> Location | None:
+        """Put a block among the free ones; return its unit where no request uses that any more."""
+        if (place := self._unit_of(block, block.block_hash)) is None:
+            return self._take_back_unknown(block)
+        return None if self._is_used_elsewhere(block, place) else place
 
     def _take_back_unknown(self, block: KVCacheBlock) -> Location | None:
         """Free a block without a tree block; return its tree block if it gets one."""
@@ -306,7 +306,7 @@ class TreeFreeBlockQueue(FreeKVCacheBlockQueue):
             self._spare[block_id] = block
             self._pool.evict_blocks({block_id})  # else a look-up could hit what the tree cannot delete
             return None
-        if get_group_id(block_hash) != self._main:
+        if not self._is_main(block_hash):
             self._take_back_other(block, block_hash)
             return None
         slots = self._tier.slots_of(place.node)
@@ -317,7 +317,6 @@ class TreeFreeBlockQueue(FreeKVCacheBlockQueue):
             return None
         self._copies.discard(block_id)
         slots[place.unit] = block
-        self._units[block_id] = place
         return place
 
     def _is_used_elsewhere(self, block: KVCacheBlock, place: Location) -> bool:
@@ -325,7 +324,6 @@ class TreeFreeBlockQueue(FreeKVCacheBlockQueue):
         for copy in cached_copies(self._pool, block.block_hash):
             if copy.ref_cnt:
                 self._tier.slots_of(place.node)[place.unit] = copy
-                self._units[copy.block_id], self._units[block.block_id] = place, None
                 self._copies.discard(copy.block_id)
                 self._copies.add(block.block_id)
                 self._spare[block.block_id] = block
@@ -347,12 +345,16 @@ class TreeFreeBlockQueue(FreeKVCacheBlockQueue):
 
         self._others.add(block.block_id, group, get_block_hash(block_hash), is_here)
 
-    def _locate(self, block: KVCacheBlock) -> Location | None:
-        """Return a block's tree block, for full-attention blocks."""
-        block_hash = block.block_hash
-        if block_hash is None or (self._others.has_groups and get_group_id(block_hash) != self._main):
+    def _unit_of(self, block: KVCacheBlock, block_hash: BlockHashWithGroupId | None) -> Location | None:
+        """Return the unit whose block this is, by its hash; None where it is no unit's."""
+        place = None if block_hash is None else self._tree.locate(get_block_hash(block_hash))
+        if place is None or (slots := self._tier.slots[place.node.id]) is None:
             return None
-        return self._tree.locate(get_block_hash(block_hash))
+        return place if place.unit < len(slots) and slots[place.unit] is block else None
+
+    def _is_main(self, block_hash: BlockHashWithGroupId) -> bool:
+        """Return whether content is that of full attention, which is a unit's."""
+        return not self._others.has_groups or get_group_id(block_hash) == self._main
 
     def _take_other(self, block_id: int) -> KVCacheBlock:
         """Take a free block of another group."""
@@ -362,23 +364,16 @@ class TreeFreeBlockQueue(FreeKVCacheBlockQueue):
         self._others.discard(block_id)
         return block
 
-    def _blocks_of(self, evicted: Iterable[EvictedUnit]) -> list[KVCacheBlock]:
-        """Return the blocks of evicted tree blocks."""
-        blocks = [unit.slot for unit in evicted]
-        units = self._units
-        for block in blocks:
-            units[block.block_id] = None
-        return blocks
-
     def _evict(self, n: int) -> list[KVCacheBlock]:
         """Take ``n`` cached blocks: those without use for hits, then those that the tree evicts, then any."""
         blocks = [self._take_other(block_id) for block_id in list(islice(self._others.useless(), n))]
         if len(blocks) < n:
             size_of = self._others.size_of if self._others else None
-            units = self._tree.evict_up_to(Tier.GPU, n - len(blocks), size_of=size_of)
-            blocks += self._blocks_of(units)
-            for unit in units if size_of is not None else ():
-                for block_id in self._others.of_unit(unit.key):
+            evicted = self._tree.evict_up_to(Tier.GPU, n - len(blocks), size_of=size_of)
+            self._pool.drop_contents(_slots_of(evicted))
+            blocks += _slots_of(evicted)
+            for unit in _keys_of(evicted) if size_of is not None else ():
+                for block_id in self._others.of_unit(unit):
                     block = self._take_other(block_id)
                     if len(blocks) < n:
                         blocks.append(block)
@@ -393,14 +388,23 @@ class TreeFreeBlockQueue(FreeKVCacheBlockQueue):
         if self._others:
             return self._take_other(next(iter(self._others)))
         if (evicted := self._tree.evict_anything(Tier.GPU)) is not None:
-            (block,) = self._blocks_of([evicted])
-            return block
+            return next(_slots_of([evicted]))
         block = next(self._cached())
-        place, self._units[block.block_id] = self._units[block.block_id], None
+        place = self._unit_of(block, block.block_hash)
         assert place is not None
         self._tree.release_units(place.node, 1 << place.unit, Tier.GPU)
         self._tree.remove(place.node, 1 << place.unit, Tier.GPU)
         return block
+
+
+def _slots_of(evicted: Iterable[EvictedRun]) -> Iterator[KVCacheBlock]:
+    """Return the blocks of units that the tree has evicted, which are no unit's any more."""
+    return chain.from_iterable(run.slots for run in evicted)
+
+
+def _keys_of(evicted: Iterable[EvictedRun]) -> Iterator[Key]:
+    """Return the keys of units that the tree has evicted."""
+    return cast("Iterator[Key]", chain.from_iterable(run.keys for run in evicted))
 
 
 class TreeBlockPool(BlockPool):
@@ -461,7 +465,8 @@ class TreeBlockPool(BlockPool):
             new = blocks[num_cached_blocks:num_full_blocks]
             self.free_block_queue.spare_others(block.block_hash for block in new if block.block_hash is not None)
         elif num_cached_blocks < num_full_blocks:
-            self._hold_units(request, state, blocks, num_cached_blocks, num_full_blocks)
+            has_all = block_mask is None and not any(map(_IS_NULL, blocks[num_cached_blocks:num_full_blocks]))
+            self._hold_units(request, state, blocks, num_cached_blocks, num_full_blocks, has_all=has_all)
 
     def _hold_units(
         self,
@@ -470,6 +475,8 @@ class TreeBlockPool(BlockPool):
         blocks: list[KVCacheBlock],
         num_cached_blocks: int,
         num_full_blocks: int,
+        *,
+        has_all: bool,
     ) -> None:
         """Hold full-attention blocks that vLLM has just cached, and add new ones to the tree."""
         tree, hashes, first = self.controller.tree, request.block_hashes, num_cached_blocks
@@ -481,19 +488,13 @@ class TreeBlockPool(BlockPool):
             if state.num_answer_end_blocks:
                 self.controller.insert_answer(request.request_id)
                 first = state.num_prompt_tokens // self.controller.tokens_per_block
-        known = tree.locate_all(hashes[first:num_full_blocks])
-        if None in known:
-            places = [
-                place or self.controller.locate_block(hashes, index, request.request_id)
-                for index, place in enumerate(known, first)
-            ]
-        else:
-            places = cast("list[Location]", known)
-        new = blocks[first:num_full_blocks]
-        is_real = [block.block_hash is not None for block in new]
-        if not all(is_real):  # vLLM has cached nothing for these
-            new, places = list(compress(new, is_real)), list(compress(places, is_real))
-        self.free_block_queue.cache(new, places)
+                has_all = False  # they may have lost it since
+        self.controller.locate_block(hashes, num_full_blocks - 1, request.request_id)
+        new, keys = blocks[first:num_full_blocks], hashes[first:num_full_blocks]
+        if not has_all:  # vLLM has cached nothing for some
+            is_real = [block.block_hash is not None for block in new]
+            new, keys = list(compress(new, is_real)), list(compress(keys, is_real))
+        self.free_block_queue.cache(new, keys)
 
     # A holder of what may be forgotten
 
@@ -533,6 +534,16 @@ class TreeBlockPool(BlockPool):
         if self.metrics_collector:
             for block in blocks:
                 self.metrics_collector.on_block_accessed(block)
+
+    def drop_contents(self, blocks: Iterable[KVCacheBlock]) -> None:
+        """Take the content off blocks that were units' until the tree evicted them."""
+        if self.enable_kv_cache_events or self.cached_block_hashes_by_block:
+            self.evict_blocks({block.block_id for block in blocks})
+            return
+        drop = self.cached_block_hash_to_block.pop
+        for block in blocks:
+            drop(block.block_hash, block.block_id)
+            block.reset_hash()
 
     def _remove_cached_block_hashes(self, block: KVCacheBlock) -> list[bytes]:
         block_hash = block.block_hash

@@ -120,13 +120,13 @@ class Host:
         num_free = self.num_chunks - len(self.resident)
         num_missing = len(new) - num_free
         num_evictable = self.can_evict(keys)
-        chunks_before = {key: chunk.row for key, chunk in self.tier._blocks.items()}
+        chunks_before = self.tier.contents()
         num_evicted = self.tree.tiers[Tier.HOST].num_evicted_units
         is_reserved = self.tier.promises.is_looking_up
         output = self.tier.prepare_store(keys, asker.context)
         if output is None:
             assert num_evictable < num_missing, "there was room"
-            assert {key: chunk.row for key, chunk in self.tier._blocks.items()} == chunks_before
+            assert self.tier.contents() == chunks_before
             assert self.tree.tiers[Tier.HOST].num_evicted_units == num_evicted
             return None
         if self.is_selective:
@@ -134,8 +134,9 @@ class Host:
             new = new[: len(output.keys_to_store)]
             num_missing = len(new) - num_free
         assert output.keys_to_store == new
-        assert len(output.evicted_keys) == len(set(output.evicted_keys)) == max(num_missing, 0)
-        for key in output.evicted_keys:
+        evicted = chunks_before.keys() - self.tier.contents().keys()
+        assert len(evicted) == max(num_missing, 0)
+        for key in evicted:
             assert self.refs.pop(key) == 0, "a chunk in use was evicted"
             assert not any(key in promised for promised in self.promised.values()), "a promise was broken"
             assert key not in keys
@@ -201,18 +202,18 @@ class Host:
 
     def check(self) -> None:
         check_invariants(self.tree, is_connected=False)
-        chunks = self.tier._blocks
-        assert set(chunks) == self.resident
-        assert {key for key, chunk in chunks.items() if chunk.ref_cnt < 0} == self.writing
-        assert {key: chunk.ref_cnt for key, chunk in chunks.items() if chunk.ref_cnt >= 0} == self.refs
+        num_reads = {key: self.tier._num_reads[row] for key, row in self.tier.contents().items()}
+        assert set(num_reads) == self.resident
+        assert {key for key, count in num_reads.items() if count < 0} == self.writing
+        assert {key: count for key, count in num_reads.items() if count >= 0} == self.refs
         for name, awaited in self.awaited.items():
             assert self.tier.promises.is_looked_up(name)
             assert self.tier.promises.is_awaited(name, 0) == bool(awaited)
             assert not self.tier.promises.is_awaited(name, BLOCK), "the GPU has more of it than before"
-        chunk_ids = [chunk.row for chunk in chunks.values()]
+        chunk_ids = [*self.tier.contents().values()]
         assert len(set(chunk_ids)) == len(chunk_ids) <= self.num_chunks
         assert all(0 <= chunk_id < self.num_chunks for chunk_id in chunk_ids)
-        assert self.tier.rows.num_free == self.num_chunks - len(chunks)
+        assert self.tier.rows.num_free == self.num_chunks - len(num_reads)
         assert (self.tier._num_read, self.tier._num_written) == (sum(map(bool, self.refs.values())), len(self.writing))
         state = self.tree.tiers[Tier.HOST]
         units = {key: (n.id, i) for n in self.tree.nodes() for i, key in enumerate(n.keys)}

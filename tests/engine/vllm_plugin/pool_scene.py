@@ -246,11 +246,8 @@ class Pool:
             if block is not None
         }
         assert set(slots.values()) == self.resident_keys(), "each unit has its block"
-        for block_id, place in enumerate(queue._units):
-            assert (place is not None) == (block_id in slots)
-            if place is not None:
-                assert self.tree.locate(slots[block_id]) is place
-                assert get_block_hash(self.pool.blocks[block_id].block_hash) == slots[block_id]
+        for block_id, key in slots.items():
+            assert get_block_hash(self.pool.blocks[block_id].block_hash) == key
         check_invariants(self.tree, is_connected=False)
         used = self.keys_of(block for block in blocks if block.ref_cnt > 0)
         assert self.held_keys() <= used | self.keys_of(queue._returned), "held, and no request uses it"

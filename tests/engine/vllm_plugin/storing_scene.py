@@ -351,8 +351,8 @@ class Steps:
         self, tier: Any, complete: Callable[..., None], keys: Any, context: Any, success: bool = True, **readers: int
     ) -> None:
         for key in keys if success else ():
-            if (chunk := tier._blocks.get(key)) is not None:  # a reset may have dropped it
-                stored = self._host.read(chunk.row)
+            if (row := tier.row_of(key)) is not None:  # a reset may have dropped it
+                stored = self._host.read(row)
                 said = content(group_of(key), self._tokens_of[get_offload_block_hash(key)])
                 assert stored == said, "a chunk is not what it is said to be"
                 self.num_stored += 1
@@ -396,5 +396,5 @@ def serve_at_random(scheduler: Any, steps: Steps, dice: random.Random) -> list[R
     own = ragcache_connector(scheduler.connector)
     assert not scheduler.requests
     assert not own.copies.num_requests
-    assert not any(chunk.ref_cnt for chunk in own._host._blocks.values())
+    assert not any(own._host._num_reads[row] for row in own._host.contents().values())
     return asked

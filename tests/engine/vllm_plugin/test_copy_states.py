@@ -129,7 +129,8 @@ class Copies(RuleBasedStateMachine):
             assert not self.scheduler.requests
             assert not self.scheduler.connector.copies.num_requests
             assert not self.scheduler.connector.copies.num_jobs
-            assert not any(block.ref_cnt for block in self.scheduler.connector._host._blocks.values())
+            host = self.scheduler.connector._host
+            assert not any(host._num_reads[row] for row in host.contents().values())
             assert until(lambda: not self.scheduler.left()["num_blocks"], 5.0), "something forgotten is still there"
             ended = [one for one in self.asked if one.status != RequestStatus.FINISHED_ABORTED]
             assert all(one.num_output_tokens == one.max_tokens for one in ended)

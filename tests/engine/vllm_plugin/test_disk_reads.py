@@ -270,7 +270,8 @@ def test_no_request_reads_kv_of_other_tokens_however_long_the_disk_takes(
             assert until(partial(rests, steps), 60.0)
             assert not scheduler.requests
             assert not scheduler.connector.copies.num_requests
-            assert not any(chunk.ref_cnt for chunk in scheduler.connector._host._blocks.values())
+            host = scheduler.connector._host
+            assert not any(host._num_reads[row] for row in host.contents().values())
             assert not scheduler._controller.tree.tiers[Tier.HOST].in_use, "nothing is promised for ever"
             num_from_disk += scheduler._controller.counters.num_tokens_by_tier[Tier.DISK]
     assert num_from_disk > 0

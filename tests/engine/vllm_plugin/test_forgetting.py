@@ -124,7 +124,8 @@ class Scene:
     def check(self) -> None:
         """The tiers are at rest and agree with one another."""
         assert not self.scheduler.connector.copies.num_jobs
-        assert not any(chunk.ref_cnt for chunk in self.scheduler.connector._host._blocks.values())
+        host = self.scheduler.connector._host
+        assert not any(host._num_reads[row] for row in host.contents().values())
         pool = self.scheduler.kv_cache_manager.block_pool
         assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1
 

@@ -80,13 +80,13 @@ class Host:
 
     def here(self, request: Request, group: int) -> list[int]:
         """Return which units of a request have a chunk of a group."""
-        return [i for i, key in enumerate(request.hashes) if make_offload_key(key, group) in self.tier._blocks]
+        return [i for i, key in enumerate(request.hashes) if self.tier.row_of(make_offload_key(key, group)) is not None]
 
     def check(self) -> None:
         check_invariants(self.controller.tree, is_connected=False)
-        chunks = self.tier._blocks
+        chunks = {key: self.tier._num_reads[row] for key, row in self.tier.contents().items()}
         assert self.tier.rows.num_free == self.num_chunks - len(chunks)
-        assert self.tier._num_read == sum(chunk.ref_cnt > 0 for chunk in chunks.values())
+        assert self.tier._num_read == sum(num_reads > 0 for num_reads in chunks.values())
         tree = self.controller.tree
         resident = {
             key for n in tree.nodes() for i, key in enumerate(n.keys) if tree.resident_mask(n, Tier.HOST) >> i & 1
@@ -95,7 +95,7 @@ class Host:
         others = {key for key in chunks if not GROUPS.is_main(key)}
         assert self.tier.num_other_blocks == len(others)
         for key in others:
-            is_idle = chunks[key].ref_cnt == 0 and key not in self.tier.promises
+            is_idle = chunks[key] == 0 and key not in self.tier.promises
             assert (key in self.tier._others) == (is_idle and key not in self.tier._unknown)
 
 
@@ -119,12 +119,13 @@ class GroupChunksMachine(RuleBasedStateMachine):
         request = data.draw(st.sampled_from(self.requests))
         keys = request.chunks(first, first + num_units)
         busy = {key for _, keys in (*self.stores, *self.loads) for key in keys} | set(self.it.tier.promises._counts)
-        before = set(self.it.tier._blocks)
+        before = set(self.it.tier.contents())
         output = self.it.tier.prepare_store(keys, request.context)
         if output is None:
-            assert set(self.it.tier._blocks) == before
+            assert set(self.it.tier.contents()) == before
             return
-        assert not set(output.evicted_keys) & (busy | set(keys)), "a chunk in use, or wanted, was evicted"
+        evicted = before - set(self.it.tier.contents())
+        assert not evicted & (busy | set(keys)), "a chunk in use, or wanted, was evicted"
         assert set(output.keys_to_store) <= set(keys) - before
         if output.keys_to_store:
             self.stores.append((request, list(output.keys_to_store)))

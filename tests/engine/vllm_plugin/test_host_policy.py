@@ -246,7 +246,7 @@ def test_an_adapters_chunks_do_not_outlive_the_engine_also_if_stored_before(tmp_
         other = ask("D")
         store(other)
         host.tier.on_request_finished(other.context)
-    assert not host.tier._blocks.keys() & set(first.keys), "they went for others"
+    assert not host.tier.contents().keys() & set(first.keys), "they went for others"
     assert store(first) == first.keys
     host.tier.journal.close()
     again = HostIndex.open("me", rows, {"weights": "one"}, tmp_path)
@@ -271,7 +271,7 @@ def test_a_quota_of_host_memory_is_kept_by_giving_up_ones_own(*, is_selective: b
         it.tier.on_request_finished(asker.context)
         assert shares.owned[None] <= 5
         assert output.keys_to_store == asker.keys[:num_stored], documents
-        assert len(it.tier._blocks) == shares.owned[None], "what the tree gave up is free"
+        assert len(it.tier.contents()) == shares.owned[None], "what the tree gave up is free"
         check_invariants(it.tree)
 
 
@@ -294,5 +294,5 @@ def test_a_quota_of_host_memory_is_kept_by_what_comes_from_a_tier_below() -> Non
         it.tier.complete_store(written, asker.context)
         it.tier.drop_promises(asker.context.req_id)
         it.tier.on_request_finished(asker.context)
-        assert len(it.tier._blocks) == shares.owned[None], "what the tree gave up is free"
+        assert len(it.tier.contents()) == shares.owned[None], "what the tree gave up is free"
         check_invariants(it.tree)

@@ -32,7 +32,7 @@ class Scene:
         """Return the hashes of what each tier holds."""
         manager = self.scheduler.connector.tiers
         gpu = self.scheduler.kv_cache_manager.block_pool.cached_block_hash_to_block
-        host = [key for key, block in manager.host._blocks.items() if block.ref_cnt >= 0]
+        host = [key for key, row in manager.host.contents().items() if manager.host._num_reads[row] >= 0]
         below = [tier._groups.key_of_name(name) for tier in manager.lower for name in tier._stored]
         return {
             "GPU": {maybe_convert_block_hash(get_block_hash(key)) for key in gpu._cache},

@@ -169,12 +169,13 @@ def test_rows_are_free_once_all_workers_have_read_them(scheduler: Any) -> None:
     scheduler.add_request(own)
     (load,) = scheduler.schedule().kv_connector_metadata.layer_loads
     told = OffloadingWorkerMetadata(completed_jobs={load.number: 1})
-    rows = [block for block in scheduler.connector._host._blocks.values() if block.ref_cnt]
+    host = scheduler.connector._host
+    rows = [row for row in host.contents().values() if host._num_reads[row]]
     assert len(rows) == 6
     scheduler.connector.update_connector_output(KVConnectorOutput(kv_connector_worker_meta=told))
-    assert all(block.ref_cnt for block in rows)
+    assert all(host._num_reads[row] for row in rows)
     scheduler.connector.update_connector_output(KVConnectorOutput(kv_connector_worker_meta=told))
-    assert not any(block.ref_cnt for block in rows)
+    assert not any(host._num_reads[row] for row in rows)
     assert not copies.num_jobs
 
 

@@ -229,7 +229,7 @@ def test_no_request_reads_what_could_not_be_loaded_from_whichever_tier(
             own = ragcache_connector(scheduler.connector)
             assert not scheduler.requests
             assert not own.copies.num_requests
-            assert not any(chunk.ref_cnt for chunk in own._host._blocks.values())
+            assert not any(own._host._num_reads[row] for row in own._host.contents().values())
             num_failed += steps.num_failed
             num_from_disk += scheduler._controller.counters.num_tokens_by_tier[Origin.DISK]
     assert num_failed > 0 or loads_async, "there is too much memory for many loads"

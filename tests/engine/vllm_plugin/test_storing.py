@@ -111,7 +111,7 @@ def test_rows_that_are_being_written_when_all_is_reset_and_forgotten_hold_nothin
         own = ragcache_connector(scheduler.connector)
         while not own.copies.num_jobs:
             assert steps.step()
-        rows = [block.row for block in own._host._blocks.values() if block.ref_cnt < 0]
+        rows = [row for row in own._host.contents().values() if own._host._num_reads[row] < 0]
         acts = [scheduler.connector.reset_cache, partial(scheduler.act_on_cache, "purge", {})]
         for act in acts if is_reset_first else reversed(acts):
             act()

@@ -220,12 +220,12 @@ class TierManagerMachine(RuleBasedStateMachine):
         assert not self.manager.has_pending_work()
         assert set(self.tier.requests) == set(self.askers)
         assert self.host.tree.tiers[Tier.HOST].in_use == {}
-        assert all(self.memory[block.row] == key for key, block in self.host.tier._blocks.items())
+        assert all(self.memory[row] == key for key, row in self.host.tier.contents().items())
 
     @invariant()
     def holds(self) -> None:
         check_invariants(self.host.tree, is_connected=False)
-        rows = [block.row for block in self.host.tier._blocks.values()]
+        rows = [*self.host.tier.contents().values()]
         assert len(set(rows)) == len(rows)
         assert self.host.tier.rows.num_free == self.host.num_chunks - len(rows)
 

@@ -2,11 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Iterable
+from typing import Any, NamedTuple
+
 from ragcache_core.policy import LRUPolicy
-from ragcache_core.tree import KnowledgeTree, PathSegment, TreeNode, check_invariants
+from ragcache_core.tree import EvictedRun, KnowledgeTree, PathSegment, TreeNode, check_invariants
 from ragcache_core.types import Tier
 
 BLOCK = 16
+
+
+class EvictedUnit(NamedTuple):
+    """A unit that a tier evicted, and what it kept for it; None for nothing."""
+
+    node: TreeNode
+    key: Hashable
+    slot: Any
+
+
+def units_in(evicted: Iterable[EvictedRun] | None) -> list[EvictedUnit]:
+    """Return evicted units one by one, in the order of their eviction."""
+    units = []
+    for run in evicted or ():
+        assert run.keys == run.node.keys[run.first : run.first + len(run.keys)][::-1]
+        assert len(run.slots) in (0, len(run.keys))
+        units += map(EvictedUnit, [run.node] * len(run.keys), run.keys, run.slots or [None] * len(run.keys))
+    return units
 
 
 def chain(*names: str) -> list[tuple[str, ...]]:

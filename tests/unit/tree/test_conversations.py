@@ -7,7 +7,7 @@ import pytest
 from ragcache_core.policy import MixturePolicy
 from ragcache_core.tree import KnowledgeTree, PathSegment, check_invariants
 from ragcache_core.types import Tier
-from tests.unit.tree.scene import chain
+from tests.unit.tree.scene import chain, units_in
 
 
 class Chat:
@@ -81,11 +81,11 @@ def test_what_ends_a_single_turn_goes_before_documents_and_what_may_return_stays
         chatty.ask(f"S{i} q{i}", f"a{i}")
         chatty.ask(f"S{i} q{i} a{i} r{i}", f"b{i}")
         chatty.ask(f"S{i} q{i} a{i} r{i} b{i} s{i}", f"c{i}")
-    evicted = [unit.node.doc_id for unit in single.tree.evict(Tier.GPU, 30) or ()]
+    evicted = [unit.node.doc_id for unit in units_in(single.tree.evict(Tier.GPU, 30))]
     assert evicted == [None] * 30
     single.tree.evict(Tier.GPU, 30)
     assert single.tree.tiers[Tier.GPU].num_units == 30, "every question and answer is gone, and no document"
-    oldest = [unit.node.turn for unit in chatty.tree.evict(Tier.GPU, 30) or ()]
+    oldest = [unit.node.turn for unit in units_in(chatty.tree.evict(Tier.GPU, 30))]
     assert set(oldest) == {3}, "the conversations that began first"
     assert chatty.tree.locate(chain("S29", "q29", "a29")[-1]) is not None
 

@@ -7,9 +7,9 @@ from collections.abc import Iterable
 import pytest
 
 from ragcache_core.policy import POLICIES, LRUPolicy, MixturePolicy, make_policy
-from ragcache_core.tree import KnowledgeTree, PathSegment, TreeNode, check_invariants
+from ragcache_core.tree import KnowledgeTree, PathSegment, TreeNode, check_invariants, total_size
 from ragcache_core.types import Tier
-from tests.unit.tree.scene import cache, new_tree, prompt
+from tests.unit.tree.scene import cache, new_tree, prompt, units_in
 
 
 def test_eviction_is_atomic() -> None:
@@ -22,11 +22,11 @@ def test_eviction_is_atomic() -> None:
     assert tree.tiers[Tier.GPU].clock == clock
     assert tree.tiers[Tier.GPU].num_evicted_units == 0
     check_invariants(tree)
-    assert len(tree.evict(Tier.GPU, 2) or ()) == 2
+    assert len(units_in(tree.evict(Tier.GPU, 2))) == 2
 
 
 def evicted_documents(tree: KnowledgeTree, num_units: int) -> set[str | None]:
-    return {unit.node.doc_id for unit in tree.evict(Tier.GPU, num_units) or ()}
+    return {run.node.doc_id for run in tree.evict(Tier.GPU, num_units) or ()}
 
 
 def test_what_the_host_holds_as_well_goes_first() -> None:
@@ -98,12 +98,12 @@ def test_a_large_tier_evicts_no_node_that_is_much_used(num_held: int) -> None:
     rare = [cache(tree, prompt(f"rare {i}", blocks=1))[0] for i in range(100)]
     for node in (*popular[:num_held], *rare[:num_held]):
         tree.acquire_units(node, 0b1, Tier.GPU)
-    gone = {unit.node for unit in tree.evict(Tier.GPU, 40) or ()}
+    gone = {run.node for run in tree.evict(Tier.GPU, 40) or ()}
     assert len(gone) == 40
     assert not gone & set(rare[:num_held])
     assert gone <= set(rare)
     check_invariants(tree)
-    assert len(tree.evict_up_to(Tier.GPU, 500)) == 160 - 2 * num_held
+    assert total_size(tree.evict_up_to(Tier.GPU, 500)) == 160 - 2 * num_held
     assert tree.evict(Tier.GPU) is None
 
 
@@ -116,8 +116,8 @@ def test_protected_nodes_go_last_and_held_ones_not_at_all(policy: str) -> None:
         tree.acquire_units(node, 0b1, Tier.GPU)
     for node in nodes[16:32]:
         tree.protect(node.keys[0])
-    assert {unit.node for unit in tree.evict(Tier.GPU, 28) or ()} == {*nodes[32:]}
-    assert {unit.node for unit in tree.evict(Tier.GPU, 16) or ()} == {*nodes[16:32]}
+    assert {run.node for run in tree.evict(Tier.GPU, 28) or ()} == {*nodes[32:]}
+    assert {run.node for run in tree.evict(Tier.GPU, 16) or ()} == {*nodes[16:32]}
     assert tree.evict(Tier.GPU) is None
 
 
@@ -126,10 +126,10 @@ def test_a_unit_that_counts_for_several_makes_room_for_as_many_and_no_more_go_th
     path = cache(tree, prompt("A", "B", blocks=3))
     size = {key: 1 + i % 2 for i, key in enumerate(key for node in path for key in node.keys)}
     evicted = tree.evict(Tier.GPU, 4, size_of=size.__getitem__) or []
-    assert [size[unit.key] for unit in evicted] == [2, 1, 2]
+    assert [size[unit.key] for unit in units_in(evicted)] == [2, 1, 2]
     assert tree.evict(Tier.GPU, 5, size_of=size.__getitem__) is None, "those that are left count for four"
     assert tree.tiers[Tier.GPU].num_units == 3
-    assert len(tree.evict_up_to(Tier.GPU, 5, size_of=size.__getitem__)) == 3
+    assert total_size(tree.evict_up_to(Tier.GPU, 5, size_of=size.__getitem__)) == 3
     check_invariants(tree)
 
 
@@ -184,7 +184,7 @@ def test_what_a_forecast_has_warmed_outlives_what_was_warmed_without(policy: str
         check_invariants(tree)
     for _ in range(3):
         cache(tree, prompt("live"))
-    order = [unit.node.doc_id for _ in range(8) for unit in tree.evict(Tier.GPU) or ()]
+    order = [unit.node.doc_id for _ in range(8) for unit in units_in(tree.evict(Tier.GPU))]
     assert {"without", "without too"} <= set(order)
-    gone = [unit.node.doc_id for _ in range(60) for unit in tree.evict(Tier.GPU) or ()]
+    gone = [unit.node.doc_id for _ in range(60) for unit in units_in(tree.evict(Tier.GPU))]
     assert "warmed" not in gone

@@ -19,8 +19,10 @@ from ragcache_core.tree import (
     Retention,
     TreeNode,
     check_invariants,
+    total_size,
 )
 from ragcache_core.types import Tier
+from tests.unit.tree.scene import units_in
 
 Key = tuple[str, ...]
 LENGTHS = {"A": 1, "B": 3, "C": 2, "D": 5}
@@ -155,11 +157,11 @@ class TreeMachine(RuleBasedStateMachine):
             for key in self.protected:
                 self.tree.protect(key)
             return
-        assert len(evicted) == num_units
+        assert total_size(evicted) == num_units
         state = self.tree.tiers[tier]
-        if not shields and any(unit.node.id in state.protected for unit in evicted):
+        if not shields and any(run.node.id in state.protected for run in evicted):
             assert not [n for n in self.tree.nodes() if state.is_evictable(n) and n.id not in state.protected]
-        for unit in evicted:
+        for unit in units_in(evicted):
             assert unit.slot == unit.key in self.resident[tier] - self.held[tier] - set(shielded)
             self.resident[tier].remove(unit.key)
 
@@ -175,13 +177,13 @@ class TreeMachine(RuleBasedStateMachine):
         pinned = data.draw(st.lists(st.sampled_from(nodes), max_size=3)) if nodes else []
         self.tree.pin(pinned)
         evicted = self.tree.evict_up_to(tier, num_units)
-        assert len(evicted) <= num_units
-        for unit in evicted:
+        assert total_size(evicted) <= num_units
+        for unit in units_in(evicted):
             assert unit.node not in pinned
             assert unit.slot == unit.key
             self.resident[tier].remove(unit.key)
         state = self.tree.tiers[tier]
-        assert len(evicted) == num_units or not any(state.is_evictable(node) for node in self.tree.nodes())
+        assert total_size(evicted) == num_units or not any(state.is_evictable(node) for node in self.tree.nodes())
         check_invariants(self.tree, is_connected=self.is_connected)
         self.tree.unpin(pinned)
 
@@ -312,8 +314,9 @@ class TreeMachine(RuleBasedStateMachine):
         free = self.resident[tier] - self.held[tier]
         assert (evicted is None) == (not free)
         if evicted is not None:
-            assert evicted.slot == evicted.key in free
-            self.resident[tier].remove(evicted.key)
+            (unit,) = units_in([evicted])
+            assert unit.slot == unit.key in free
+            self.resident[tier].remove(unit.key)
             self.is_connected = False
 
     @rule(doc_ids=st.sets(st.sampled_from([*LENGTHS, *map(str.lower, LENGTHS)]), min_size=1, max_size=2))

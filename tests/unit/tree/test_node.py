@@ -7,7 +7,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragcache_core.tree import TreeNode, masks_of, runs_of
+from ragcache_core.tree import TreeNode, runs_of
 from tests.unit.tree.scene import chain, new_tree, prompt
 
 PROMPT = prompt("A", "B", "C", blocks=4)
@@ -30,6 +30,5 @@ def test_units_are_found_in_any_order_with_gaps_and_among_unknown_ones(keys: lis
         if place is not None:
             expected[place.node] = expected.get(place.node, 0) | 1 << place.unit
     assert tree.units_of(keys) == expected
-    assert masks_of(map(tree.locate, keys)) == expected
     found = [key for at, _, length in tree.runs(keys) for key in keys[at : at + length]]
     assert found == [key for key in keys if key in KEYS], "runs leave something out, or are in another order"

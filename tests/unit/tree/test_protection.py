@@ -9,6 +9,7 @@ import pytest
 from ragcache_core.policy import POLICIES, LRUPolicy, PrefillCostModel
 from ragcache_core.tree import KnowledgeTree, NodeChanges, PathSegment, TreeNode, check_invariants
 from ragcache_core.types import Tier
+from tests.unit.tree.scene import units_in
 
 BLOCK = 16
 
@@ -33,7 +34,7 @@ def evict_all(tree: KnowledgeTree, tier: Tier = Tier.GPU) -> str:
     order: list[str] = []
     while (evicted := tree.evict(tier)) is not None:
         check_invariants(tree)
-        order += [unit.node.doc_id or "?" for unit in evicted]
+        order += [run.node.doc_id or "?" for run in evicted]
     return "".join(dict.fromkeys(order))
 
 
@@ -64,9 +65,9 @@ def test_unprotected_documents_are_evicted_in_normal_order(policy: str) -> None:
         if protects:
             tree.protect(("A", 0))
             tree.protect(("A", 1))
-            assert [unit.node.doc_id for unit in tree.evict(Tier.GPU, 2) or ()] == ["B", "B"]
+            assert [unit.node.doc_id for unit in units_in(tree.evict(Tier.GPU, 2))] == ["B", "B"]
             tree.unprotect(("A", 0))
-            assert [unit.node.doc_id for unit in tree.evict(Tier.GPU, 2) or ()] == ["C", "C"]
+            assert [unit.node.doc_id for unit in units_in(tree.evict(Tier.GPU, 2))] == ["C", "C"]
             tree.unprotect(("A", 1))
             check_invariants(tree)
             assert not tree.protected
@@ -121,7 +122,7 @@ def test_protection_never_makes_an_eviction_fail() -> None:
         tree.protect((doc_id, 1))
     evicted = tree.evict(Tier.GPU, 6)
     assert evicted is not None
-    assert [unit.node.doc_id for unit in evicted] == ["C", "C", "A", "A", "B", "B"]
+    assert [unit.node.doc_id for unit in units_in(evicted)] == ["C", "C", "A", "A", "B", "B"]
 
 
 def told(changed: set[TreeNode]) -> set[Hashable]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -13,9 +12,17 @@ from ragcache_core.chunkstore.chunks import ChunkEntry
 from ragcache_core.chunkstore.regrowing import note_of, regrow
 from ragcache_core.policy import make_policy
 from ragcache_core.policy.prefill_cost import PrefillCostModel
-from ragcache_core.tree import KnowledgeTree, PathSegment, TreeNode, admit, admit_within_quotas, check_invariants
+from ragcache_core.tree import (
+    KnowledgeTree,
+    PathSegment,
+    TreeNode,
+    admit,
+    admit_within_quotas,
+    check_invariants,
+    total_size,
+)
 from ragcache_core.types import Tier
-from tests.unit.tree.scene import BLOCK, cache, new_tree
+from tests.unit.tree.scene import BLOCK, cache, new_tree, units_in
 
 TENANTS = ("a", "b", None)
 CAPACITY = 24
@@ -76,7 +83,7 @@ def test_a_full_tier_evicts_no_owner_below_quota_while_another_is_over_quota(
         num_over = tree.tiers[Tier.GPU].num_units + len(missing) - CAPACITY
         if num_over > 0:
             before, over = owned(tree), shares.owners_over_quota()
-            gone = Counter(unit.node.owner for unit in tree.evict_up_to(Tier.GPU, num_over))
+            gone = Counter(unit.node.owner for unit in units_in(tree.evict_up_to(Tier.GPU, num_over)))
             for victim, num_units in gone.items():
                 others = [other for other in over if other != victim and shares.excess(other) > 0]
                 assert before[victim] - num_units >= min(before[victim], CAPACITY // 3) or not others
@@ -96,7 +103,7 @@ def test_who_floods_a_tier_pushes_out_himself() -> None:
     for i in range(40):
         num_over = tree.tiers[Tier.GPU].num_units + 2 - CAPACITY
         if num_over > 0:
-            assert {unit.node.owner for unit in tree.evict_up_to(Tier.GPU, num_over)} == {"b"}
+            assert {run.node.owner for run in tree.evict_up_to(Tier.GPU, num_over)} == {"b"}
         cache(tree, prompt("b", f"flood {i}"))
     assert owned(tree) == {"a": 8, "b": 16}
 
@@ -107,7 +114,7 @@ def test_unused_quota_is_lent_to_other_owners_and_returned() -> None:
         cache(tree, prompt("b", f"flood {i}"))
     assert owned(tree) == {"b": CAPACITY}, "a tier that is not shared is anybody's"
     for i in range(4):
-        assert {unit.node.owner for unit in tree.evict_up_to(Tier.GPU, 2)} == {"b"}
+        assert {run.node.owner for run in tree.evict_up_to(Tier.GPU, 2)} == {"b"}
         cache(tree, prompt("a", f"mine {i}"))
     assert owned(tree) == {"a": 8, "b": 16}
 
@@ -135,7 +142,7 @@ def test_a_quota_is_kept_by_giving_up_ones_own() -> None:
         cache(tree, prompt("a", f"mine {i}"))
         cache(tree, prompt("b", f"his {i}"))
         gone = tree.evict_from_owner(Tier.GPU, "a", shares.num_over_quota("a"))
-        assert {unit.node.owner for unit in gone} <= {"a"}
+        assert {run.node.owner for run in gone} <= {"a"}
         assert owned(tree)["a"] <= 6
     assert owned(tree) == {"a": 6, "b": 16}
     assert (shares.num_over_quota("a"), shares.num_over_quota("a", 2), shares.num_over_quota("b", 100)) == (0, 2, 0)
@@ -145,7 +152,7 @@ def in_collections(*documents: str, blocks: int = 2) -> list[PathSegment]:
     """A prompt behind a common prefix without an owner. A document's first letter is its collection."""
     segments = prompt(None, "", *documents, blocks=blocks)
     owner = {"a": "a", "b": "b"}
-    segments = [replace(s, owner=owner.get((s.doc_id or " ")[0]), doc_id=s.doc_id or None) for s in segments]
+    segments = [s._replace(owner=owner.get((s.doc_id or " ")[0]), doc_id=s.doc_id or None) for s in segments]
     return [*segments, PathSegment([b"?" + "/".join(documents).encode()], BLOCK)]
 
 
@@ -156,7 +163,7 @@ def test_documents_of_two_collections_on_one_path_count_for_each_its_own() -> No
         "what has no name belongs to the owner of its prefix"
     )
     assert owned(tree) == {"a": 5, "b": 2, None: 4}
-    assert [unit.node.owner for unit in tree.evict_from_owner(Tier.GPU, "a", 1)] == ["a"]
+    assert [unit.node.owner for unit in units_in(tree.evict_from_owner(Tier.GPU, "a", 1))] == ["a"]
     check_invariants(tree)
     assert tree.evict_from_owner(Tier.GPU, "b", 1) == [], "a document of another stands on it"
 
@@ -173,8 +180,8 @@ def test_a_path_is_kept_up_to_the_first_unit_beyond_a_quota() -> None:
         path = tree.insert(in_collections(*documents))
         keys = [key for node in path for key in node.keys if not is_cached(tree, key)]
         admitted = admit_within_quotas(tree, Tier.GPU, keys, tree.shielded(keys))
-        assert {unit.node.owner for unit in admitted.evicted} <= {"a"}
-        assert (admitted.num_admitted, len(admitted.evicted)) == (num_kept, num_evicted), documents
+        assert {run.node.owner for run in admitted.evicted} <= {"a"}
+        assert (admitted.num_admitted, total_size(admitted.evicted)) == (num_kept, num_evicted), documents
         for key in keys[:num_kept]:
             at = tree.locate(key)
             assert at is not None
@@ -198,13 +205,13 @@ def test_a_tenant_whom_the_file_names_no_more_has_what_others_leave() -> None:
     for i in range(11):
         cache(tree, prompt("a", f"mine {i}"))
     tree.tiers[Tier.GPU].shares.divide(CAPACITY, {"a": 1.0}, {})
-    assert {unit.node.owner for unit in tree.evict_up_to(Tier.GPU, 2)} == {"gone"}
+    assert {run.node.owner for run in tree.evict_up_to(Tier.GPU, 2)} == {"gone"}
 
 
 @pytest.mark.parametrize("other_ids", [frozenset(), frozenset({"x2"})])
 def test_what_is_stored_is_its_tenants_after_a_restart(other_ids: frozenset[str]) -> None:
     tree = new_tree()
-    segments = [replace(segment, other_ids=other_ids) for segment in prompt("a", "x", "y")]
+    segments = [segment._replace(other_ids=other_ids) for segment in prompt("a", "x", "y")]
     places: list[TreeNode] = cache(tree, [*segments], Tier.DISK)
     entries = []
     for node in (*places, *cache(tree, prompt(None, "z"), Tier.DISK)):

@@ -173,7 +173,7 @@ def test_a_tree_grows_again_from_what_was_noted_with_its_blocks() -> None:
         n.doc_id: (n.frequency, n.avg_cost_s) for n in it.tree.nodes()
     }
     check_invariants(again.tree)
-    assert [unit.key for unit in again.tree.evict(Tier.DISK, 5) or ()] == keys(5)[::-1]
+    assert [key for run in again.tree.evict(Tier.DISK, 5) or () for key in run.keys] == keys(5)[::-1]
 
 
 def test_blocks_without_their_prefix_are_orphans_and_so_is_what_follows_them() -> None:
