@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Iterator
 from functools import cache
@@ -30,6 +31,20 @@ LONGEST_FIRST = (
     "facts",
 )
 """Groups that take more than half a minute: with the short ones at the end no process runs on for long by itself."""
+
+
+@pytest.fixture
+def plugin_log(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
+    """What the plugin logs, however an engine in this process has set vLLM's loggers."""
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        caplog.at_level(logging.INFO, logger="vllm"),
+        caplog.at_level(logging.INFO, logger="ragcache"),
+    ):
+        for name in [name for name in logging.root.manager.loggerDict if name.startswith(("ragcache", "vllm"))]:
+            patch.setattr(logging.getLogger(name), "disabled", False)
+            patch.setattr(logging.getLogger(name), "propagate", True)
+        yield caplog
 
 
 @pytest.fixture(scope="session")

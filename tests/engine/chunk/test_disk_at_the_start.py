@@ -81,15 +81,15 @@ def test_an_engine_that_served_before_goes_on_without_a_disk_that_it_can_no_long
 
 
 def test_workers_on_several_hosts_keep_no_chunks_on_disk(
-    start: Start, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    start: Start, monkeypatch: pytest.MonkeyPatch, plugin_log: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(PagesPlace, "map", lambda _: None)
     assert start(num_workers=2).report()["disk_capacity_tokens"] == 0
-    assert "RC-WORKERS-APART" in caplog.text
+    assert "RC-WORKERS-APART" in plugin_log.text
 
 
 def test_what_each_of_several_workers_once_kept_is_deleted_and_named(
-    start: Start, caplog: pytest.LogCaptureFixture
+    start: Start, plugin_log: pytest.LogCaptureFixture
 ) -> None:
     places = [
         (folder, holds) for folder in ("worker-0", "worker-1", "") for holds in ("chunks", "statistics of chunks")
@@ -101,4 +101,4 @@ def test_what_each_of_several_workers_once_kept_is_deleted_and_named(
             paths.append(store.path)
     assert not start(num_workers=2).is_disk_down
     assert [path.exists() for path in paths] == [False, False, False, False, True, True]
-    assert caplog.text.count("RC-OLD-CACHE-DELETED") == 4
+    assert plugin_log.text.count("RC-OLD-CACHE-DELETED") == 4

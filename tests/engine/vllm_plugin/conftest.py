@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -38,17 +37,3 @@ def identity() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(disk, "kv_identity", lambda config: {"model": "demo", "weights": "5f3a"})
         yield
-
-
-@pytest.fixture
-def plugin_log(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
-    """What the plugin logs, however an engine in this process has set vLLM's loggers."""
-    with (
-        pytest.MonkeyPatch.context() as patch,
-        caplog.at_level(logging.INFO, logger="vllm"),
-        caplog.at_level(logging.INFO, logger="ragcache"),
-    ):
-        for name in [name for name in logging.root.manager.loggerDict if name.startswith(("ragcache", "vllm"))]:
-            patch.setattr(logging.getLogger(name), "disabled", False)
-            patch.setattr(logging.getLogger(name), "propagate", True)
-        yield caplog

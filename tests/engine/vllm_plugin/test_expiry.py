@@ -25,7 +25,7 @@ async def test_a_series_of_failures_is_logged_once_and_ends_with_the_engine(monk
 
     monkeypatch.setattr(cache_routes, "call_cache", call)
     monkeypatch.setattr(cache_routes.logger, "warning", lambda message, error: warnings.append(str(error)))
-    monkeypatch.setattr(cache_routes, "received", SimpleNamespace(tell=told.append))
+    monkeypatch.setattr(cache_routes, "received", SimpleNamespace(update=told.append))
     await cache_routes.enforce_max_age(engine, 0.01)
     assert warnings == ["busy", "again"]
     assert told == [{}]

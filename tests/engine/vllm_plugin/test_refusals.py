@@ -174,7 +174,7 @@ REFUSALS = {
     "max_age beside a connector that keeps KV": Refusal(
         lambda: CacheConfig(connectors=(NIXL, EXAMPLE), max_age=60.0),
         "CacheConfig.max_age is 60",
-        "what ExampleConnector keeps has no age",
+        "KV of ExampleConnector does not expire",
         "leave max_age or connectors out",
     ),
     "another connector, and requests that fail with their KV": Refusal(
