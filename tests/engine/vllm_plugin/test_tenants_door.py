@@ -108,8 +108,10 @@ def test_vllm_reads_requests_with_their_tenants_salt(server: TestClient, read: l
         "prompt": "Who?",
         "messages": [{"role": "user", "content": "Who?"}],
         "cache_salt": "of a user",
-        "kv_transfer_params": {KEY: {"version": WIRE_VERSION, "tenant": "b"}, "do_remote_prefill": True},
+        "kv_transfer_params": {KEY: {"version": WIRE_VERSION}, "do_remote_prefill": True},
     }
+    of_another = {**body, "kv_transfer_params": {KEY: {"version": WIRE_VERSION, "tenant": "b"}}}
+    assert server.post(route, json=of_another, headers=headers(ACME)).status_code == 400, "a tenant names no tenant"
     for key in (ACME, OTHER, SERVER):
         server.post(route, json=body, headers=headers(key))
     salts = [request.cache_salt for request in read]
