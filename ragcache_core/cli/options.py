@@ -264,6 +264,16 @@ def make_embedder(name: EmbedderName | None) -> object | None:
             return None
 
 
+_INSTEAD = {
+    "--kv-transfer-config": "it sets this itself; another connector goes into --connector",
+    "--scheduler-cls": "it sets this itself; --no-cache runs plain vLLM",
+    "--kv-offloading-size": "use --host-bytes before it",
+    "--kv-offloading-backend": "use --host-bytes before it",
+    "--model": "give the model as the first argument",
+}
+"""What to do instead of an option of vLLM that has no option of the same name here."""
+
+
 def check_vllm_args(vllm_args: tuple[str, ...]) -> None:
     """Reject arguments after ``--`` that are no options, or that RAGCache sets or needs.
 
@@ -282,6 +292,5 @@ def check_vllm_args(vllm_args: tuple[str, ...]) -> None:
         check_extra_args([argument.replace("_", "-") for argument in vllm_args])
     except ConfigError as error:
         flag = str(error).split()[0].split("=")[0]
-        raise click.UsageError(
-            f"{flag} after '--' would go past RAGCache: use ragcache's own option before it."
-        ) from error
+        hint = _INSTEAD.get(flag, f"use ragcache's own {flag} before it")
+        raise click.UsageError(f"{flag} after '--' would go past RAGCache: {hint}.") from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 import time
 import zlib
 from dataclasses import replace
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ragcache_core.cli.command import Command, options_in_cli_wording, print_json
+from ragcache_core.cli.command import Command, options_in_cli_wording, print_json, say
 from ragcache_core.cli.options import (
     cache_options,
     check_vllm_args,
@@ -140,7 +141,14 @@ def compile_(
     with open_store(store, expectation["embedder"], read_only=True) as documents:
         expected = with_each_alone(read_expected(documents, expectation), documents.ids())
         with (
-            Engine.launch(model, cache=cache, tokenizer=tokenizer, log_path=log, extra_args=vllm_args) as engine,
+            Engine.launch(
+                model,
+                cache=cache,
+                tokenizer=tokenizer,
+                log_path=log,
+                progress=None if sys.stderr.isatty() else lambda stage: say(f"engine: {stage}"),
+                extra_args=vllm_args,
+            ) as engine,
             options_in_cli_wording(compile_),
         ):
             plan = plan_of(

@@ -41,6 +41,8 @@ _RESERVED = {
     "kv_transfer_config": "cache=, which sets it; another connector beside RAGCache's (NIXL, LMCache) goes into "
     "CacheConfig.connectors",
     "scheduler_cls": "cache=, which sets it",
+    "kv_offloading_size": "CacheConfig.host_bytes",
+    "kv_offloading_backend": "CacheConfig.host_bytes",
 }
 _REFUSED = {
     "disable_log_stats": "it takes away the server's statistics, with which the engine tells what it has cached, what "

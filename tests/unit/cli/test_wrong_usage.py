@@ -31,8 +31,6 @@ WRONG_USAGE = [
     "profile org/model --dry-run",
     "quality {model} --questions {questions} --alphas=-1",
     "quality {model} --questions {questions} --max-recompute nan",
-    "serve {model} --no-cache --chunk-reuse",
-    "serve {model} --no-cache --policy lru --cache-dir kv",
     "serve {model} --chunk-reuse examples/demo",
     "serve {model} --connector NixlConnector",
     "serve {model} --data-parallel-size 2 --record-trace x",
