@@ -115,7 +115,7 @@ def test_the_last_words_are_the_error_of_any_process(
         server,
         "log_text",
         lambda: (
-            f"({name} pid=7) ERROR 11-28 16:40:11 [worker.py:9] ragcache_core.errors.ConfigError: prefix caching is off\n"
+            f"({name} pid=7) ERROR 11-28 16:40:11 [worker.py:9] errors.ConfigError: prefix caching is off\n"
             "RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {}\n"
         ),
     )
