@@ -1,4 +1,4 @@
-"""Exactness of mixed requests: tenants, encrypted and compressed tiers, aborts, kills, forgets, pins, chunk reuse."""
+"""Exactness of mixed requests: tenants, encryption, compression, hints, aborts, kills, forgets, pins, chunk reuse."""
 
 from __future__ import annotations
 
@@ -25,6 +25,13 @@ from ragcache_core.wire import KEY
 
 _IN_FLIGHT = 14
 _GPU_BLOCKS, _HOST_BLOCKS, _DISK_BLOCKS = 72, 120, 500
+_HINTS: dict[int, dict[str, object]] = {
+    1: {"retain_s": 5, "priority": 2},
+    4: {"ttl_s": 1},
+    7: {"demote": True},
+    8: {"prefetch": [f"document-{number}" for number in range(4)]},
+}
+"""What a request says of its KV, by its number modulo 9."""
 _TENANT_KEYS = ("first-tenant-key-0", "second-tenant-key-1")
 _TENANTS = "\n".join(
     f'[[tenants]]\nname = "tenant-{number}"\nkeys = ["{key}"]\nweight = {number + 1}'
@@ -131,6 +138,9 @@ class _MixedRun:
             self._count("chunk_tokens", client.ask(reusing).num_chunk_tokens)
             self._count("chunk_requests")
             return None
+        if isinstance(metadata, dict) and (hints := _HINTS.get(number % 9)) is not None:
+            request = replace(request, params={KEY: {**metadata, **hints}})
+            self._count("hinted")
         answer = client.ask(request)
         for tier, num_tokens in answer.tokens_by_tier.items():
             self._count(f"tokens_{tier}", num_tokens)
