@@ -1,6 +1,6 @@
 # `make demo` and `make test` set everything up on first use. See README.md.
 .DEFAULT_GOAL := help
-.PHONY: help setup dependencies demo test test-quick test-engine test-slow test-all test-parallel test-benchmarks test-install test-javascript vllm-facts test-vllm lint format reference docs dist check-deployment check-manifests manifests image-check audit bench bench-tiers bench-pipeline bench-compare bench-simulation bench-chunks bench-fleet bench-headline bench-steps bench-papers bench-recognition bench-server pictures gpu-check clean
+.PHONY: help setup dependencies demo test test-quick test-engine test-slow test-all test-parallel test-benchmarks test-install test-javascript vllm-facts test-vllm lint format reference docs dist check-deployment check-manifests manifests image-check release-images audit bench bench-tiers bench-pipeline bench-compare bench-simulation bench-chunks bench-fleet bench-headline bench-steps bench-papers bench-recognition bench-server pictures gpu-check clean
 
 PYTHON ?= python3
 VENV   ?= .venv
@@ -179,6 +179,9 @@ manifests: $(PUBLISH)/.ready ## write examples/deployment/kubernetes from the ch
 
 image-check: $(PUBLISH)/.ready ## build the images without a registry, start Dockerfile.cpu's and ask it; as root, with buildah and debootstrap
 	$(PUBLISH)/bin/python -m tests.deployment.image $(if $(TORCH_INDEX),--torch-index $(TORCH_INDEX)) $(ARGS)
+
+release-images: ## image-check for a release: each base image needs a digest
+	$(MAKE) --no-print-directory image-check ARGS="--release $(ARGS)"
 
 audit: $(PUBLISH)/.ready ## ask for known vulnerabilities of the packages that images install; STRICT=1: what is not audited is an error
 	@mkdir -p build

@@ -28,6 +28,13 @@ NODES = {"g5.2xlarge": (8, 32), "g6.2xlarge": (8, 32), "t3.large": (2, 8)}
 """CPUs and GiB of the instance types that the Terraform example names."""
 NODE_CPU, NODE_GIB = 0.5, 3.0
 """What system, kubelet and the cluster's own pods take of a node, generously."""
+IMAGE_GIB = 50
+"""Of a GPU node's disk: the image has 20 GB unpacked and pulls as much again; models and caches are on volumes."""
+EFFECTS = {"NO_SCHEDULE": "NoSchedule", "NO_EXECUTE": "NoExecute", "PREFER_NO_SCHEDULE": "PreferNoSchedule"}
+"""Kubernetes' names of taints, by those of EKS."""
+CORE_PACKAGE = DEPLOYMENT.parents[1] / "ragcache_core"
+VARIABLES_OF = ("runtime/environment.py", "config.py", "chunkstore/encryption.py")
+"""The modules that name the environment variables of secrets; this environment does not have their imports."""
 WORKING_HOURS = {"timezone": "UTC", "start": "0 8 * * *", "end": "0 18 * * *"}
 VARIANTS: dict[str, dict[str, Any]] = {
     "loader": {
@@ -308,12 +315,132 @@ def test_plain_manifests_are_what_the_chart_makes() -> None:
         ({"engine": {"args": ["--host-bytes=64GiB"]}}, "tiers.hostGiB"),
         ({"engine": {"args": ["--port", "9000"]}}, "--port"),
         ({"networkPolicy": {"enabled": True}, "tiers": {"shared": {"url": "s3://bucket/kv"}}}, "networkPolicy.egress"),
+        ({**VARIANTS["loader"], "warm": {"mode": "job"}}, "warm.mode is job and model.source is loader"),
+        ({"engine": {"args": ["--no-cache"]}}, "--no-cache"),
+        ({"engine": {"vllmArgs": ["--port=9000"]}}, "engine.vllmArgs has --port"),
+        ({"engine": {"vllmArgs": ["--api-key", "mine"]}}, "engine.vllmArgs has --api-key"),
+        ({"engine": {"env": [{"name": "LEVEL", "value": 3}]}}, "/engine/env"),
+        ({"tiers": {"shared": {"url": "file:///folder"}}}, "/tiers/shared/url"),
+        ({"tiers": {"shared": {"url": "redis://redis:6379/0", "s3": {"secret": "bucket"}}}}, "s3.secret"),
+        ({"tiers": {"shared": {"url": "s3://bucket/kv", "password": {"secret": "redis"}}}}, "password.secret"),
+        ({**VARIANTS["hpa"], "replicas": 5}, "replicas is 5 and autoscaling.max is 4"),
+        ({"autoscaling": {"kind": "keda", "max": 1, "workingHours": {**WORKING_HOURS, "start": "8 am"}}}, "/start"),
+        ({"tolerations": [{"key": "gpu", "effects": "NoSchedule"}]}, "/tolerations"),
+        ({"networkPolicy": {"clients": [{"app": "my-application"}]}}, "/networkPolicy/clients"),
+        ({"networkPolicy": {"egress": [{"port": 6379}]}}, "/networkPolicy/egress"),
+        ({"nodeSelector": {"gpu": True}}, "/nodeSelector"),
+        ({"podAnnotations": {"version": 3}}, "/podAnnotations"),
+        ({"service": {"annotations": {"internal": True}}}, "/service/annotations"),
+        ({"topologyKeys": ["a zone"]}, "/topologyKeys"),
     ],
     ids=lambda value: value if isinstance(value, str) else None,
 )  # fmt: skip
 def test_bad_values_are_refused_with_their_name(values: dict[str, Any], why: str) -> None:
     with pytest.raises(HelmError, match=re.escape(why)):
         list(objects(values))
+
+
+def test_engines_are_placed_as_the_terraform_example_taints_its_nodes(made: list[dict[str, Any]]) -> None:
+    taints = {
+        (unquoted(taint["key"]), EFFECTS[unquoted(taint["effect"])])
+        for name, group in node_groups().items()
+        if name == "gpu"
+        for taint in group["taints"].values()
+    }
+    assert taints
+    for pod in pods(made):
+        spec = pod["spec"]
+        if any("nvidia.com/gpu" in each["resources"]["limits"] for each in containers(pod)):
+            tolerated = {(each["key"], each["effect"]) for each in spec["tolerations"] if each["operator"] == "Exists"}
+            assert taints <= tolerated
+        for constraint in spec.get("topologySpreadConstraints", ()):
+            assert constraint["whenUnsatisfiable"] == "ScheduleAnyway", "one zone must not keep a replica from starting"
+
+
+def test_a_job_runs_where_the_engine_runs() -> None:
+    given = {**VARIANTS["job"], "image": {"pullSecrets": ["registry"]}, "nodeSelector": {"pool": "gpu"}}
+    made = list(objects(given))
+    engine, job = (pod["spec"] for pod in pods(made))
+    for place in ("imagePullSecrets", "nodeSelector", "tolerations"):
+        assert job[place] == engine[place]
+    (rule,) = job["affinity"]["podAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
+    assert rule["topologyKey"] == "kubernetes.io/hostname"
+    labels = of_kind(made, "StatefulSet")[0]["spec"]["template"]["metadata"]["labels"]
+    assert rule["labelSelector"]["matchLabels"].items() <= labels.items()
+
+
+def test_secrets_are_variables_that_the_server_reads() -> None:
+    secret = {"secret": "one"}
+    given = {
+        "model": {"source": "hub", "hub": {"name": "org/model", "token": secret}},
+        "tiers": {"disk": {"key": secret}, "shared": {"url": "redis://redis:6379/0", "password": secret}},
+    }
+    (engine,) = of_kind(list(objects(given)), "StatefulSet")
+    names = {each["name"] for each in engine["spec"]["template"]["spec"]["containers"][0]["env"]}
+    code = "".join((CORE_PACKAGE / name).read_text(encoding="utf-8") for name in VARIABLES_OF)
+    read = {*re.findall(r'^\w+_ENV = "(\w+)"', code, re.MULTILINE), "HF_TOKEN"}
+    assert len(names) == 4
+    assert names <= read, "HF_TOKEN is the variable of huggingface_hub"
+
+
+def test_autoscalers_ask_for_series_of_the_engine_in_their_namespace() -> None:
+    (scaler,) = of_kind(list(objects(values_of("three-replicas"))), "ScaledObject")
+    queries = [each["metadata"]["query"] for each in scaler["spec"]["triggers"]]
+    series = [re.findall(r"(vllm:\w+){([^}]*)}", query) for query in queries]
+    assert [name for ((name, _),) in series] == [
+        "vllm:num_requests_waiting",
+        "vllm:time_to_first_token_seconds_bucket",
+    ]
+    assert all("namespace=" in labels and "pod=~" in labels for ((_, labels),) in series)
+    (hpa,) = of_kind(list(objects(VARIANTS["hpa"])), "HorizontalPodAutoscaler")
+    assert hpa["spec"]["metrics"][0]["pods"]["metric"]["name"] == "vllm_num_requests_waiting"
+
+
+def test_a_network_policy_opens_the_port_of_requests_and_dns() -> None:
+    made = list(objects(values_of("three-replicas")))
+    (policy,), (pod,) = of_kind(made, "NetworkPolicy"), pods(of_kind(made, "StatefulSet"))
+    ports = {each["name"]: each["containerPort"] for each in pod["spec"]["containers"][0]["ports"]}
+    assert [each["port"] for rule in policy["spec"]["ingress"] for each in rule["ports"]] == [ports["http"]]
+    dns = policy["spec"]["egress"][0]["ports"]
+    assert [(each["port"], each["protocol"]) for each in dns] == [(53, "UDP"), (53, "TCP")]
+
+
+def test_weights_outlive_the_release() -> None:
+    (claim,) = of_kind(list(objects(values_of("one-gpu"))), "PersistentVolumeClaim")
+    assert claim["metadata"]["annotations"]["helm.sh/resource-policy"] == "keep"
+
+
+def test_terraform_encrypts_disks_that_hold_the_images_and_closes_the_api() -> None:
+    (storage_class,) = (
+        each['"kubernetes_storage_class_v1"'].popitem()[1]
+        for each in terraform(TERRAFORM / "storage.tf")["resource"]
+        if '"kubernetes_storage_class_v1"' in each
+    )
+    assert re.search(r"encrypted\W+true", str(storage_class["parameters"]))
+    assert unquoted(storage_class["reclaim_policy"]) == "Retain"
+    assert number(variables()["node_disk_gib"]) >= IMAGE_GIB
+    disk = node_groups()["gpu"]["block_device_mappings"]["root"]["ebs"]
+    assert (disk["encrypted"], disk["volume_size"]) == (True, "${var.node_disk_gib}")
+    (endpoint,) = (
+        each['"endpoint_cidrs"']
+        for each in terraform(TERRAFORM / "variables.tf")["variable"]
+        if '"endpoint_cidrs"' in each
+    )
+    assert "default" not in endpoint
+    assert "0.0.0.0/0" in endpoint["validation"][0]["condition"]
+    cluster = eks()
+    assert cluster["cluster_endpoint_public_access_cidrs"] == "${var.endpoint_cidrs}"
+    assert cluster["cluster_endpoint_public_access"] == "${length(var.endpoint_cidrs) > 0}"
+
+
+def eks() -> dict[str, Any]:
+    """Return the arguments of the Terraform example's cluster."""
+    (found,) = (each['"eks"'] for each in terraform(TERRAFORM / "main.tf")["module"] if '"eks"' in each)
+    return dict(found)
+
+
+def node_groups() -> dict[str, Any]:
+    return dict(eks()["eks_managed_node_groups"])
 
 
 def terraform(path: Path) -> dict[str, Any]:

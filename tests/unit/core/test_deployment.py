@@ -148,6 +148,21 @@ def test_what_waits_for_a_warm_engine_runs_a_command_that_is_understood() -> Non
     assert f"touch {container['readinessProbe']['exec']['command'][-1]}" in then
 
 
+@pytest.mark.parametrize("dockerfile", IMAGES, ids=lambda path: path.name)
+def test_an_image_runs_as_a_user_and_keeps_its_caches_on_its_volume(dockerfile: Path) -> None:
+    parts = instructions(dockerfile)
+    assert parts["USER"] == "10001"
+    variables = dict(each.split("=", 1) for each in parts["ENV"].split())
+    for name in ("HOME", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "VLLM_CACHE_ROOT"):
+        assert variables[name].startswith(parts["VOLUME"] + "/"), name
+
+
+def test_the_warm_service_of_compose_reads_a_store_that_is_mounted() -> None:
+    warm = COMPOSE["services"]["warm"]
+    store = warm["command"][warm["command"].index("--store") + 1]
+    assert any(store.startswith(volume.split(":")[1] + "/") for volume in warm["volumes"])
+
+
 def test_every_file_that_a_deployment_mounts_or_builds_from_is_there() -> None:
     mounted = [volume.split(":")[0] for service in COMPOSE["services"].values() for volume in service["volumes"]]
     files = [source for source in mounted if source.endswith((".yml", ".yaml", ".json"))]

@@ -53,6 +53,31 @@ allowPrivilegeEscalation: false
 capabilities: {drop: [ALL]}
 {{- end }}
 
+{{/* Where the engine's pods run, and the Job beside them: a claim of one node is mounted there alone. */}}
+{{- define "ragcache.placement" -}}
+{{- $tolerations := .Values.tolerations -}}
+{{- if gt (int .Values.engine.gpus) 0 -}}
+{{- $tolerations = append $tolerations (dict "key" .Values.engine.gpuResource "operator" "Exists" "effect" "NoSchedule") -}}
+{{- end -}}
+{{- with .Values.image.pullSecrets }}
+imagePullSecrets:
+  {{- range . }}
+  - name: {{ . }}
+  {{- end }}
+{{- end }}
+{{- with .Values.priorityClassName }}
+priorityClassName: {{ . }}
+{{- end }}
+{{- with .Values.nodeSelector }}
+nodeSelector:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with $tolerations }}
+tolerations:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- end }}
+
 {{- define "ragcache.apiKey" -}}
 - {name: RAGCACHE_API_KEY, valueFrom: {secretKeyRef: {name: {{ .Values.auth.apiKey.secret }}, key: {{ .Values.auth.apiKey.key }}}}}
 {{- end }}
@@ -98,6 +123,9 @@ capabilities: {drop: [ALL]}
 {{- if and (ne .Values.warm.mode "none") (eq .Values.model.source "hub") -}}
 {{- fail "warm.mode needs a store of documents on the volume of the weights, and model.source hub has no such volume: run `ragcache warm` elsewhere" -}}
 {{- end -}}
+{{- if and (eq .Values.warm.mode "job") (eq .Values.model.source "loader") -}}
+{{- fail "warm.mode is job and model.source is loader: the job does not see what the loader writes into the engine's pod, use warm.mode sidecar" -}}
+{{- end -}}
 {{- if and .Values.auth.tenants.secret .Values.monitoring.serviceMonitor.enabled (not .Values.monitoring.serviceMonitor.token.secret) -}}
 {{- fail "auth.tenants.secret is set, so /metrics needs an operator's key: give monitoring.serviceMonitor.token.secret" -}}
 {{- end -}}
@@ -111,6 +139,24 @@ capabilities: {drop: [ALL]}
 {{- fail (printf "engine.shmGiB is %v: the workers of %v GPUs need 160 MiB of /dev/shm and 240 MiB each, engine.shmGiB=%v" .Values.engine.shmGiB .Values.engine.gpus (divf (addf 160 (mulf 240 .Values.engine.gpus)) 1024 | ceil)) -}}
 {{- end -}}
 {{- $set := dict "--host-bytes" "tiers.hostGiB" "--disk-bytes" "tiers.disk.GiB" "--cache-dir" "tiers.disk.GiB" "--disk-key-file" "tiers.disk.key" "--kv-cache-bytes" "engine.kvCacheGiB" "--shared" "tiers.shared.url" "--shared-bytes" "tiers.shared.GiB" "--shared-ttl" "tiers.shared.ttlSeconds" "--tenants" "auth.tenants" "--api-key" "auth.apiKey" "--drain" "engine.drainSeconds" "--startup-timeout" "engine.startupSeconds" "--log-format" "engine.logFormat" -}}
+{{- if has "--no-cache" .Values.engine.args -}}
+{{- fail "engine.args has --no-cache: plain vLLM has no /ready, which the probe asks" -}}
+{{- end -}}
+{{- range .Values.engine.vllmArgs -}}
+{{- $option := splitList "=" . | first -}}
+{{- if has $option (list "--host" "--port" "--api-key") -}}
+{{- fail (printf "engine.vllmArgs has %s: the chart sets the port for probes and services, and auth.apiKey the key" $option) -}}
+{{- end -}}
+{{- end -}}
+{{- if and .Values.tiers.shared.s3.secret (not (hasPrefix "s3://" .Values.tiers.shared.url)) -}}
+{{- fail (printf "tiers.shared.s3.secret is set, and tiers.shared.url is %s, not s3://" .Values.tiers.shared.url) -}}
+{{- end -}}
+{{- if and .Values.tiers.shared.password.secret (not (hasPrefix "redis" .Values.tiers.shared.url)) -}}
+{{- fail (printf "tiers.shared.password.secret is set, and tiers.shared.url is %s, not redis://" .Values.tiers.shared.url) -}}
+{{- end -}}
+{{- if and $scales (gt (int .Values.replicas) (int .Values.autoscaling.max)) -}}
+{{- fail (printf "replicas is %v and autoscaling.max is %v: replicas must not be larger" .Values.replicas .Values.autoscaling.max) -}}
+{{- end -}}
 {{- range .Values.engine.args -}}
 {{- $option := splitList "=" . | first -}}
 {{- with get $set $option -}}
