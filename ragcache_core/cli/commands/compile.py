@@ -115,8 +115,8 @@ def compile_(
     """Prefill the documents of a store with MODEL, and write their KV to a shared store (--shared).
 
     The prefixes (documents in prompt order) with the largest savings within the budget are picked, from questions, from
-    a trace, or by the distances of documents in the store; then every other document alone. A simulation forecasts the
-    hits of these tokens, and of half, a quarter and an eighth of them. An engine starts, prefills, and ends. Engines
+    a trace, or by the similarity between stored documents. Documents in none of them follow, each as a prefix of its
+    own. A simulation forecasts the hits of these tokens, and of half, a quarter and an eighth of them. An engine starts, prefills, and ends. Engines
     that start later with the same model and the same --shared load the KV instead of computing it.
 
     Run it again after an interruption, or after 'ragcache index --update': KV that is there is loaded, not computed.
