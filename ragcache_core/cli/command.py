@@ -9,7 +9,7 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any, NoReturn
@@ -191,6 +191,11 @@ def report(error: Exception, *, as_json: bool, as_lines: bool = False) -> None:
         click.echo(f"  {line}", err=True)
     if as_json:
         print_json({"error": {"type": type(error).__name__, "message": message}})
+
+
+def engine_progress(*, as_json: bool = False) -> Callable[[str], None] | None:
+    """Return what prints each stage of an engine's start as a line; None on a terminal, which shows a bar."""
+    return None if sys.stderr.isatty() else lambda stage: say(f"engine: {stage}", as_json=as_json)
 
 
 def say(message: str, *, level: str = "INFO", as_json: bool = False) -> None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
+from ragcache_core.cli.command import engine_progress
 from ragcache_core.cli.settings_options import settings_options
 from ragcache_core.config import Bytes, CacheConfig
 from ragcache_core.errors import ConfigError
@@ -202,7 +203,14 @@ def engine_opener(
 
         if url is not None:
             return Engine.connect(url, api_key=api_key)
-        return Engine.launch(str(model), cache=cache, api_key=api_key, tokenizer=tokenizer, extra_args=vllm_args)
+        return Engine.launch(
+            str(model),
+            cache=cache,
+            api_key=api_key,
+            tokenizer=tokenizer,
+            progress=engine_progress(),
+            extra_args=vllm_args,
+        )
 
     return join
 

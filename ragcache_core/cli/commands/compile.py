@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ragcache_core.cli.command import Command, options_in_cli_wording, print_json
+from ragcache_core.cli.command import Command, engine_progress, options_in_cli_wording, print_json
 from ragcache_core.cli.options import (
     cache_options,
     check_vllm_args,
@@ -140,7 +140,14 @@ def compile_(
     with open_store(store, expectation["embedder"], read_only=True) as documents:
         expected = with_each_alone(read_expected(documents, expectation), documents.ids())
         with (
-            Engine.launch(model, cache=cache, tokenizer=tokenizer, log_path=log, extra_args=vllm_args) as engine,
+            Engine.launch(
+                model,
+                cache=cache,
+                tokenizer=tokenizer,
+                log_path=log,
+                progress=engine_progress(),
+                extra_args=vllm_args,
+            ) as engine,
             options_in_cli_wording(compile_),
         ):
             plan = plan_of(
