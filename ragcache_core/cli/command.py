@@ -70,7 +70,11 @@ def options_in_cli_wording(command: click.Command) -> Iterator[None]:
     try:
         yield
     except ConfigError as error:
-        message = re.sub(r"^\w+|\b[a-z]+(_[a-z]+)+\b", lambda word: names.get(word[0], word[0]), str(error))
+        message = re.sub(
+            r"\bCacheConfig\.(\w+)|^\w+|\b[a-z]+(?:_[a-z]+)+\b",
+            lambda word: names.get(word[1] or word[0], word[0]),
+            str(error),
+        )
         raise ConfigError(message) from error
 
 
@@ -109,8 +113,13 @@ class Command(click.Command):
         except click.NoSuchOption as error:
             if not any(isinstance(each, click.Argument) and each.name == "vllm_args" for each in self.params):
                 raise
-            message = f"{error.message} vLLM's own options follow '--'."
-            raise click.NoSuchOption(error.option_name, message, error.possibilities, error.ctx) from None
+            from ragcache_core.client.launch.arguments import is_vllm_flag
+
+            message, possibilities = f"{error.message} vLLM's own options follow '--'.", error.possibilities
+            if is_vllm_flag(error.option_name):
+                message = f"{error.option_name} is an option of vLLM's server: write '-- {error.option_name}'."
+                possibilities = None
+            raise click.NoSuchOption(error.option_name, message, possibilities, error.ctx) from None
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run the command; an error becomes a line on standard error and an exit status."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from ragcache_core.cli.command import engine_progress
+from ragcache_core.cli.command import engine_progress, options_in_cli_wording
 from ragcache_core.cli.settings_options import settings_options
 from ragcache_core.config import Bytes, CacheConfig
 from ragcache_core.errors import ConfigError
@@ -239,7 +239,10 @@ def read_cache_config(cache_config: Path | None, settings: Mapping[str, object] 
         ConfigError: a value that cannot work, or two that contradict each other.
     """
     given: dict[str, Any] = {name: value for name, value in (settings or {}).items() if value is not None}
-    return CacheConfig(**given) if cache_config is None else CacheConfig.from_toml(cache_config, **given)
+    if cache_config is not None:
+        return CacheConfig.from_toml(cache_config, **given)
+    with options_in_cli_wording(click.get_current_context().command):
+        return CacheConfig(**given)
 
 
 def open_store(
@@ -272,6 +275,16 @@ def make_embedder(name: EmbedderName | None) -> object | None:
             return None
 
 
+_INSTEAD = {
+    "--kv-transfer-config": "it sets this itself; another connector goes into --connector",
+    "--scheduler-cls": "it sets this itself; --no-cache runs plain vLLM",
+    "--kv-offloading-size": "use --host-bytes before it",
+    "--kv-offloading-backend": "use --host-bytes before it",
+    "--model": "give the model as the first argument",
+}
+"""What to do instead of an option of vLLM that has no option of the same name here."""
+
+
 def check_vllm_args(vllm_args: tuple[str, ...]) -> None:
     """Reject arguments after ``--`` that are no options, or that RAGCache sets or needs.
 
@@ -290,6 +303,5 @@ def check_vllm_args(vllm_args: tuple[str, ...]) -> None:
         check_extra_args([argument.replace("_", "-") for argument in vllm_args])
     except ConfigError as error:
         flag = str(error).split()[0].split("=")[0]
-        raise click.UsageError(
-            f"{flag} after '--' would go past RAGCache: use ragcache's own option before it."
-        ) from error
+        hint = _INSTEAD.get(flag, f"use ragcache's own {flag} before it")
+        raise click.UsageError(f"{flag} after '--' would go past RAGCache: {hint}.") from error

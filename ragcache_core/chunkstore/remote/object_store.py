@@ -26,6 +26,8 @@ _FOLDER_HINT = "see that the folder is mounted and writable, and that its disk h
 
 
 def _folder(path: Path) -> LocalStore:
+    if path.exists() and not path.is_dir():
+        raise ConfigError(f"the shared folder {path} is a file: name a folder")
     try:
         make_private_folder(path)
         next(path.iterdir(), None)

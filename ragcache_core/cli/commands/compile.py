@@ -116,8 +116,9 @@ def compile_(
 
     The prefixes (documents in prompt order) with the largest savings within the budget are picked, from questions, from
     a trace, or by the similarity between stored documents. Documents in none of them follow, each as a prefix of its
-    own. A simulation forecasts the hits of these tokens, and of half, a quarter and an eighth of them. An engine starts, prefills, and ends. Engines
-    that start later with the same model and the same --shared load the KV instead of computing it.
+    own. A simulation forecasts the hits of these tokens, and of half, a quarter and an eighth of them. An engine
+    starts, prefills, and ends. Engines that start later with the same model and the same --shared load the KV instead
+    of computing it.
 
     Run it again after an interruption, or after 'ragcache index --update': KV that is there is loaded, not computed.
     KV of a changed document is never found. Exit status 0 means that all picked documents are stored.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -65,7 +64,9 @@ _POLL_S = 1.0
 )
 @api_key_option
 @cache_options
-@click.option("--no-cache", is_flag=True, help="Run plain vLLM, without RAGCache.")
+@click.option(
+    "--no-cache", is_flag=True, help="Run plain vLLM, without RAGCache; options of the cache then have no effect."
+)
 @tokenizer_option
 @click.option(
     "--max-restarts",
@@ -159,7 +160,7 @@ def serve(
     """
     check_vllm_args(vllm_args)
     if no_cache and (given := _flags_of({"cache_config": cache_config, **cache_settings})):
-        raise click.UsageError(f"--no-cache runs plain vLLM: leave out {', '.join(given)}.")
+        say(f"--no-cache runs plain vLLM: {', '.join(given)} have no effect", level="WARNING", as_json=as_json)
     if no_cache and record_trace is not None:
         raise click.UsageError("--record-trace needs RAGCache: leave out --no-cache.")
     if data_parallel_size is not None and record_trace is not None:

@@ -6,7 +6,7 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Self
 
@@ -95,25 +95,35 @@ class ReplicaFinder:
         self._reported: dict[str, str] = {}
         self._is_known = True
 
-    def first(self, timeout_s: float | None) -> Engine:
-        """Return the first engine that answers; try for ``timeout_s`` seconds, or without limit if it is ``None``.
+    def first(self, timeout_s: float | None, served: Callable[[Engine], dict[str, Any]]) -> Engine:
+        """Return an engine of the model that most of the answering servers serve.
+
+        Args:
+            timeout_s: seconds to wait for one; ``None`` waits without limit.
+            served: returns the model of an engine, equal for all replicas.
 
         Raises:
             EngineUnreachableError: none answers in time.
-            EngineError: a server answers, and refuses to be used, as with a wrong key.
+            EngineError: all servers answer and none can be used, as with a wrong key.
+            ConfigError: as many servers serve one model as another.
         """
         ends_s = None if timeout_s is None else time.monotonic() + timeout_s
         is_logged = False
         while True:
             addresses, why = self._look_up()
-            for address in addresses:
-                try:
-                    return self._connect(address)
-                except EngineUnreachableError as error:
-                    why = str(error)
-            if ends_s is not None and time.monotonic() >= ends_s:
-                raise EngineUnreachableError(f"no replica of {self._source} answers: {why}")
+            engines, errors = self._connect_all(addresses)
+            if (first := _most_common(engines, served)) is not None:
+                return first
+            refused = [error for error in errors.values() if not isinstance(error, EngineUnreachableError)]
+            has_timed_out = ends_s is not None and time.monotonic() >= ends_s
+            if refused and (has_timed_out or len(refused) == len(addresses)):
+                raise refused[0]
+            if has_timed_out:
+                raise EngineUnreachableError(
+                    f"no replica of {self._source} answers: {next(map(str, errors.values()), why)}"
+                )
             if not is_logged:
+                why = next(map(str, errors.values()), why)
                 logger.warning("RC-REPLICA-WAIT: no replica of %s answers yet (%s): waiting for one", self._source, why)
                 is_logged = True
             time.sleep(_RETRY_S)
@@ -166,10 +176,17 @@ class ReplicaFinder:
         self._is_known = True
         known = {replica.name.removesuffix("/v1"): replica for replica in replicas.all}
         self._reported = {address: why for address, why in self._reported.items() if address in addresses}
-        for engine in self._joined(address for address in addresses if address not in known):
-            if self._closed.is_set():
+        engines, errors = self._connect_all([address for address in addresses if address not in known])
+        for address, error in errors.items():
+            if isinstance(error, EngineUnreachableError):  # as a replica that still loads
+                logger.debug("replica %s does not answer yet: %s", address, error)
+            else:
+                self._report(address, str(error))
+        for engine in engines:
+            model = served_or_none(engine, served)
+            if self._closed.is_set() or not model:  # it is asked again at the next look-up
                 engine.close()
-            elif differs := difference(name, expected, engine.base_url, served_or_none(engine, served)):
+            elif differs := difference(name, expected, engine.base_url, model):
                 self._report(engine.base_url.removesuffix("/v1"), differs)
                 engine.close()
             else:
@@ -177,18 +194,19 @@ class ReplicaFinder:
                 logger.info("replica %s has joined the fleet", engine.base_url)
         self._remove([replica for address, replica in known.items() if address not in addresses], replicas)
 
-    def _joined(self, addresses: Iterable[str]) -> list[Engine]:
+    def _connect_all(self, addresses: Sequence[str]) -> tuple[list[Engine], dict[str, RAGCacheError]]:
+        """Return the engines that answer, in the order of their addresses, and the errors of the others."""
+        errors: dict[str, RAGCacheError] = {}
+
         def join(address: str) -> Engine | None:
             try:
                 return self._connect(address)
-            except EngineUnreachableError as error:  # as a replica that still loads
-                logger.debug("replica %s does not answer yet: %s", address, error)
             except RAGCacheError as error:
-                self._report(address, str(error))
-            return None
+                errors[address] = error
+                return None
 
         with ThreadPoolExecutor(_MAX_AT_ONCE, "ragcache-replica-finder") as threads:
-            return [engine for engine in threads.map(join, addresses) if engine is not None]
+            return [engine for engine in threads.map(join, addresses) if engine is not None], errors
 
     def _report(self, address: str, why: str) -> None:
         """Warn once about a server that cannot be used, and again if the reason changes."""
@@ -212,6 +230,37 @@ class ReplicaFinder:
                 self._retired.remove(retired)
                 replicas.forget(replica)
                 replica.engine.close()
+
+
+def _most_common(engines: Sequence[Engine], served: Callable[[Engine], dict[str, Any]]) -> Engine | None:
+    """Return an engine of the model that most serve, and close the others; ``None`` if none reports its model.
+
+    Raises:
+        ConfigError: two models are served by as many.
+    """
+    groups: list[tuple[dict[str, Any], list[Engine]]] = []
+    for engine in engines:
+        if not (model := served_or_none(engine, served)):
+            continue
+        for known, members in groups:
+            if difference("", known, "", model) is None:
+                members.append(engine)
+                break
+        else:
+            groups.append((model, [engine]))
+    groups.sort(key=lambda group: -len(group[1]))
+    is_tie = len(groups) > 1 and len(groups[0][1]) == len(groups[1][1])
+    first = groups[0][1][0] if groups and not is_tie else None
+    for engine in engines:
+        if engine is not first:
+            engine.close()
+    if is_tie:
+        (model, (one, *_)), (other_model, (other, *_)) = groups[:2]
+        raise ConfigError(
+            f"{difference(one.base_url, model, other.base_url, other_model)}; as many servers have one as the other: "
+            "give the name, or a list, of the servers of one model"
+        )
+    return first
 
 
 def served_or_none(engine: Engine, served: Callable[[Engine], dict[str, Any]]) -> dict[str, Any]:

@@ -175,7 +175,7 @@ class Fleet(EngineClient):
             return cls._of_list(urls, join, settings)
         source = named or _ListedAddresses(urls)
         finder = ReplicaFinder(source, join, REFRESH_S if refresh_s is None else refresh_s)
-        first = finder.first(restart_timeout_s)
+        first = finder.first(restart_timeout_s, served_model_identity)
         try:
             return cls([first], finder=finder, **settings)
         except BaseException:

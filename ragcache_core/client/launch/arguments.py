@@ -41,6 +41,8 @@ _RESERVED = {
     "kv_transfer_config": "cache=, which sets it; another connector beside RAGCache's (NIXL, LMCache) goes into "
     "CacheConfig.connectors",
     "scheduler_cls": "cache=, which sets it",
+    "kv_offloading_size": "CacheConfig.host_bytes",
+    "kv_offloading_backend": "CacheConfig.host_bytes",
 }
 _REFUSED = {
     "disable_log_stats": "it takes away the server's statistics, with which the engine tells what it has cached, what "
@@ -88,6 +90,12 @@ def check_names(names: Iterable[str], extra_args: Sequence[str], own: Collection
         if flag.startswith("--") and flag != "--" and not _is_known(flag[2:], known):
             hint = _hint(flag[2:].replace("-", "_"), {name.replace("-", "_") for name in known}, is_flag=True)
             raise ConfigError(f"{flag} is no argument of vLLM's server: {hint}")
+
+
+def is_vllm_flag(flag: str) -> bool:
+    """Return whether ``flag``, such as ``--max-model-len``, is for certain an argument of vLLM's server."""
+    name = flag.removeprefix("--")
+    return name in _known_names() or name.removeprefix("no-") in _known_names()
 
 
 @cache

@@ -59,6 +59,8 @@ _NOT_FOUND = re.compile(
 _NO_DEVICE = "Failed to infer device type"
 """vLLM's error if no device fits its build."""
 _NO_SPACE = "No space left on device"
+_LEAST_FREE_BYTES = 256 << 20
+"""A disk with less has no space for compiled code."""
 _COMPILED = {
     "VLLM_CACHE_ROOT": "~/.cache/vllm",
     "TORCHINDUCTOR_CACHE_DIR": tempfile.gettempdir(),
@@ -243,9 +245,9 @@ def launch_server(settings: LaunchSettings) -> LaunchedServer:
                 "vLLM found no GPU here: give the container one (docker run --gpus all; in Kubernetes a node with "
                 f"nvidia.com/gpu), check the driver with nvidia-smi, or use vLLM's build for the CPU (log: {log})"
             ) from error
-        if _NO_SPACE in str(error):
+        if _NO_SPACE in str(error) and (full := _full_folders(environment)):
             raise EngineStartError(
-                f"no space is left where the engine writes compiled code: {_compiled_folders(environment)}. "
+                f"no space is left where the engine writes compiled code: {full}. "
                 f"Free space, or set these variables to folders of another disk (log: {log})"
             ) from error
         if Path(model).exists():
@@ -266,13 +268,14 @@ def launch_server(settings: LaunchSettings) -> LaunchedServer:
     )
 
 
-def _compiled_folders(environment: Mapping[str, str]) -> str:
-    """Return the folders of compiled code in words, each with the space that its disk has."""
+def _full_folders(environment: Mapping[str, str]) -> str:
+    """Return the folders of compiled code whose disk is full, each with its variable and free space."""
     shown = []
     for name, default in _COMPILED.items():
         folder = Path(environment.get(name) or os.environ.get(name) or default).expanduser()
         there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-        shown.append(f"{name}={folder} ({shutil.disk_usage(there).free >> 20} MiB free)")
+        if (free_bytes := shutil.disk_usage(there).free) < _LEAST_FREE_BYTES:
+            shown.append(f"{name}={folder} ({free_bytes >> 20} MiB free)")
     return ", ".join(shown)
 
 

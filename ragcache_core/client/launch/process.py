@@ -38,7 +38,7 @@ _MAX_LAST_WORDS = 400
 _LAST_LINES = 3
 _ERROR_LINE = re.compile(r"[\w.]*(?:Error|Exception|error): .")
 _POINTS_ELSEWHERE = re.compile(r"See (root cause above|stack trace for root cause)")
-_PREFIX = re.compile(r"^\(\w+ pid=\d+\)(?: [A-Z]+ [\d-]+ [\d:]+ \[[^]]*\])?\s*")
+_PREFIX = re.compile(r"^\([\w-]+ pid=\d+\)(?: [A-Z]+ [\d-]+ [\d:]+ \[[^]]*\])?\s*")
 
 
 class ServerLog:

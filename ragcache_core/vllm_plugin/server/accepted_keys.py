@@ -100,7 +100,7 @@ async def follow_file(keys: AcceptedKeys, path: Path, look_s: float = LOOK_S) ->
         seen = version
         try:
             waiting = keys.replace(await asyncio.to_thread(Tenants.from_toml, path))
-        except ConfigError as error:
+        except (ConfigError, OSError, RecursionError) as error:  # gone for a moment, or nested too deeply to be read
             logger.error(
                 "RC-TENANTS-REJECTED: the file of tenants has changed and cannot be used, the keys before stay: %s",
                 error,
@@ -113,10 +113,10 @@ async def follow_file(keys: AcceptedKeys, path: Path, look_s: float = LOOK_S) ->
             )
 
 
-def _version_of(path: Path) -> tuple[int, int, int] | None:
-    """Return the version of a file, which also changes when Kubernetes replaces a secret's link."""
+def _version_of(path: Path) -> tuple[int, int, int, int] | None:
+    """Return the version of a file: it also changes with its mode, and when Kubernetes replaces a secret's link."""
     try:
         facts = path.stat()
     except OSError:
         return None
-    return facts.st_ino, facts.st_mtime_ns, facts.st_size
+    return facts.st_ino, facts.st_mtime_ns, facts.st_ctime_ns, facts.st_size

@@ -173,7 +173,7 @@ def test_a_folder_is_private_and_one_that_cannot_be_used_is_refused_at_the_start
     assert check_reachable(folder.as_uri(), is_limited=True) is None
     assert folder.stat().st_mode & 0o077 == 0
     (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match="see that the folder is mounted"):
+    with pytest.raises(ConfigError, match="is a file: name a folder"):
         check_reachable((tmp_path / "file").as_uri())
 
 

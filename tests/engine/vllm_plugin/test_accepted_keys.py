@@ -125,10 +125,17 @@ def test_a_changed_file_is_read_and_a_broken_or_missing_one_keeps_the_last_keys(
     monkeypatch.setattr(
         "ragcache_core.vllm_plugin.server.accepted_keys.logger.error", lambda *said: refused.append(said)
     )
+    changed: list[object] = []
+    monkeypatch.setattr(
+        "ragcache_core.vllm_plugin.server.accepted_keys.logger.warning", lambda *said: changed.append(said)
+    )
     with followed(keys, path):
-        for number, broken in enumerate(["[[tenants", table("acme", "short"), None]):
+        for number, broken in enumerate(["[[tenants", table("acme", "short"), "a=" + "[" * 5000, None]):
             path.unlink() if broken is None else path.write_text(broken, encoding="utf-8")
             assert until(lambda number=number: len(refused) > number)
             assert tenants_of(keys, OLD, OTHER) == ["acme", "globex"]
         write(path, table("acme", NEW), table("globex", OTHER))
         assert until(lambda: tenants_of(keys, OLD, NEW, OTHER) == [None, "acme", "globex"])
+        changed.clear()
+        path.chmod(0o640)  # as a rejected file is mended
+        assert until(lambda: bool(changed)), "the mode alone has changed"

@@ -453,7 +453,7 @@ async def test_preempted_requests_have_the_answers_that_they_have_alone(tiers: E
     assert (await tiers.astats()).num_preemptions > before
 
 
-def test_a_retained_prompt_stays_on_the_gpu_in_a_flood_and_is_answered_alike(tiers: Engine, answers: Answers) -> None:
+def test_a_retained_prompt_stays_on_the_gpu_in_a_flood_with_the_same_answer(tiers: Engine, answers: Answers) -> None:
     answers.ask("kept", 1, retain_s=600)
     answers.ask("left", 1)
     assert until(lambda: tiers.stats().num_retained_tokens >= 300, TIMEOUT_S)

@@ -86,7 +86,7 @@ def test_what_chunk_reuse_computes_on_the_way_is_not_cached(
 ) -> None:
     """vLLM tells of it as of cached tokens; the engine's counters know what was read."""
     monkeypatch.setattr(comparison, "_LAST_STEP_S", 0.0)  # the server's counters stay as they are
-    chunks: dict[str, Any] = dict.fromkeys((each.name for each in fields(ChunkStats)), 0)
+    chunks: dict[str, Any] = {**dict.fromkeys((each.name for each in fields(ChunkStats)), 0), "kinds": []}
     trace = Trace.from_requests(TracedRequest(0.0, ("a", "b"), (40, 30), 8, 1) for _ in range(2))
 
     def reusing(seen: Seen) -> Reply | None:

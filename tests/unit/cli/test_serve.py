@@ -127,6 +127,16 @@ def test_json_announces_one_object(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "page" not in announced, "plain vLLM has none"
 
 
+def test_going_back_to_plain_vllm_takes_one_option(monkeypatch: pytest.MonkeyPatch) -> None:
+    launched: dict[str, Any] = {}
+    engine = FakeEngine([], KeyboardInterrupt())
+    monkeypatch.setattr(Engine, "launch", lambda model, **given: launched.update(given) or engine)
+    result = CliRunner().invoke(cli, ["serve", "org/model", "--host-bytes", "1GiB", "--policy", "lru", "--no-cache"])
+    assert launched["cache"] is None
+    assert "--host-bytes" in result.stderr
+    assert "no effect" in result.stderr
+
+
 def test_with_json_logs_everything_that_is_printed_is_json(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = FakeEngine([0], SystemExit(143), log_path=Path("/dev/stdout"))
     launched: dict[str, Any] = {}

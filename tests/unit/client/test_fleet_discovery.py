@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from ragcache_core.client import Fleet
+from ragcache_core.client import Engine, Fleet
+from ragcache_core.client.fleet import discovery
 from ragcache_core.client.launch.process import free_port
 from ragcache_core.errors import ConfigError, EngineAuthError, EngineUnreachableError
 from ragcache_core.prompt import PromptLayout, RenderedPrompt
@@ -20,6 +21,7 @@ from tests.support.scripted_server import IDLE, THREE_TIERS, Reply, ScriptedServ
 from tests.support.waiting import until
 
 HOSTS = ["127.0.1.1", "127.0.1.2", "127.0.1.3"]
+FOURTH = "127.0.1.4"
 NAMES = [f"document-{i}" for i in range(24)]
 
 
@@ -181,23 +183,62 @@ def test_without_any_replica_the_error_reports_where_was_looked(
         fleet(restart_timeout_s=0.0)
 
 
-def test_a_replica_of_another_model_is_left_out_with_one_line(
-    service: Service, fleet: Callable[..., Fleet], caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("place", [0, 1, 3])
+def test_a_replica_of_another_model_is_left_out_with_one_line_wherever_it_is(
+    service: Service, fleet: Callable[..., Fleet], caplog: pytest.LogCaptureFixture, place: int
 ) -> None:
-    service.start(HOSTS[0])
-    other = service.start(HOSTS[1], model="another-model")
-    locked = service.start(HOSTS[2], api_key="another-key")
-    service.addresses = list(HOSTS)
+    addresses = [*HOSTS, FOURTH]
+    odd, locked_host = addresses.pop(place), addresses.pop(0)
+    other = service.start(odd, model="another-model")
+    locked = service.start(locked_host, api_key="another-key")
+    for host in addresses:
+        service.start(host)
+    service.addresses = [*HOSTS, FOURTH]
     joined = fleet(refresh_s=0.02)
-    assert hosts(joined) == HOSTS[:1]
+    assert hosts(joined) == addresses
     ask_all(joined)
     said = [line for line in warnings(caplog) if "left out" in line]
     assert until(lambda: len(other.cache_questions) > 6), "it is looked at again"
     assert len(said) == 2, said
-    assert any("another model" in line and HOSTS[1] in line for line in said)
-    assert any("key" in line and HOSTS[2] in line for line in said)
+    assert any("another model" in line and odd in line for line in said)
+    assert any("key" in line and locked_host in line for line in said)
     assert not other.requests
     assert not locked.requests
+
+
+def test_as_many_servers_of_one_model_as_of_another_are_refused(service: Service, fleet: Callable[..., Fleet]) -> None:
+    service.start(HOSTS[0])
+    service.start(HOSTS[1], model="another-model")
+    service.addresses = HOSTS[:2]
+    with pytest.raises(ConfigError, match="another model"):
+        fleet()
+
+
+def test_a_replica_whose_model_is_not_known_yet_joins_when_it_is(
+    service: Service, fleet: Callable[..., Fleet], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    servers = [service.start(HOSTS[0]), service.start(HOSTS[1]), service.start(HOSTS[2], model="another-model")]
+    service.addresses = list(HOSTS)
+    read, failed = discovery.served_or_none, set()
+
+    def fail_at_first(engine: Engine, served: Any) -> dict[str, Any]:
+        if len(failed) < 9 and engine.base_url not in failed:
+            failed.add(engine.base_url)
+            return {}
+        return read(engine, served)
+
+    monkeypatch.setattr(discovery, "served_or_none", fail_at_first)
+    joined = fleet(refresh_s=0.02)
+    assert until(lambda: hosts(joined) == HOSTS[:2])
+    ask_all(joined)
+    assert not servers[2].requests
+
+
+def test_a_server_that_refuses_does_not_keep_the_others_out(service: Service, fleet: Callable[..., Fleet]) -> None:
+    service.start(HOSTS[0], api_key="another-key")
+    service.start(HOSTS[1])
+    service.addresses = list(HOSTS)  # nothing answers at the third
+    assert hosts(fleet()) == HOSTS[1:2]
 
 
 def test_a_wrong_key_is_rejected_at_the_entry(service: Service, fleet: Callable[..., Fleet]) -> None:

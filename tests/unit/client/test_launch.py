@@ -407,9 +407,15 @@ def test_a_name_that_the_hub_does_not_have_is_named_with_what_to_do(owner: Owner
     assert said not in message
 
 
-def test_a_full_disk_at_the_start_is_named_with_its_folder(owner: Owner, tmp_path: Path) -> None:
+def test_a_full_disk_at_the_start_is_named_with_its_folder(
+    owner: Owner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     said = "OSError: [Errno 28] No space left on device"
     owner.failure = EngineStartError(f"the engine ended with exit status 1 before it was ready: {said}")
     folder = tmp_path / "compiled" / "vllm"
-    with pytest.raises(EngineStartError, match=f"no space is left .*VLLM_CACHE_ROOT={folder} .* MiB free"):
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=3 << 20))
+    with pytest.raises(EngineStartError, match=f"no space is left .*VLLM_CACHE_ROOT={folder} .3 MiB free"):
+        owner.launch(CacheConfig(host_bytes="1GiB"), env={"VLLM_CACHE_ROOT": str(folder)})
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1 << 40))
+    with pytest.raises(EngineStartError, match="Errno 28"):  # another disk, which the engine's error names
         owner.launch(CacheConfig(host_bytes="1GiB"), env={"VLLM_CACHE_ROOT": str(folder)})

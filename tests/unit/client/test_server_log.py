@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from ragcache_core.client.launch import process
 from ragcache_core.client.launch.process import ServerLog, ServerProcess, is_stream
 from tests.support.waiting import until
 
@@ -101,6 +102,25 @@ def test_a_file_keeps_earlier_runs_and_reports_its_own_only(tmp_path: Path) -> N
         assert log.text() == f"run {number}\n"
     assert path.read_text() == "run 0\nrun 1\n"
     assert not is_stream(path)
+
+
+@pytest.mark.parametrize("name", ["APIServer", "EngineCore_DP0", "VllmWorker-0"])
+def test_the_last_words_are_the_error_of_any_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr(process, "SERVER_MODULE", "this")
+    server = process.ServerProcess([], env={}, log_path=tmp_path / "log")
+    server.wait()
+    monkeypatch.setattr(
+        server,
+        "log_text",
+        lambda: (
+            f"({name} pid=7) ERROR 11-28 16:40:11 [worker.py:9] errors.ConfigError: prefix caching is off\n"
+            "RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {}\n"
+        ),
+    )
+    assert "prefix caching is off" in server.last_words()
+    server.stop()
 
 
 def test_a_log_that_cannot_be_written_is_refused_with_a_hint(tmp_path: Path) -> None:
