@@ -118,7 +118,7 @@ _EXPECTATION_OPTIONS: Final = (
         "--top",
         type=click.IntRange(1),
         metavar="N",
-        help="Without a log: the N documents of the store that are nearest to the others. [default: all documents]",
+        help="Without a log: only the N documents that are similar to most others. [default: all documents]",
     ),
     click.option(
         "-k", "--k", type=click.IntRange(1), help="Documents per prompt. [default: 2, or fewer if the store has fewer]"
@@ -137,7 +137,7 @@ _EXPECTATION_OPTIONS: Final = (
         default=DEFAULT_COST_MODEL,
         show_default=True,
         metavar="NAME|FILE",
-        help="Cost model of a prefill: a name or a file, as for 'ragcache advise'.",
+        help="Prefill times that the forecast assumes: a name or a file, as for 'ragcache advise'.",
     ),
 )
 
