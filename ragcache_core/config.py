@@ -301,10 +301,10 @@ class CacheConfig(_Settings):
     file."""
 
     policy: PolicyName = "mixture"
-    """The replacement policy of all tiers: ``pgdsf`` by access frequency, recompute cost and size (RAGCache §5.1),
-    ``gdsf`` the same with the cost of the document alone, ``lru`` by the last use, ``lfu`` by access frequency,
-    ``s3fifo`` and ``arc`` as in their papers, ``mixture`` by expected uses, learned online from frequencies over three
-    half-lives."""
+    """What a full tier evicts first: ``mixture`` what it expects to be used least often, ``lru`` what was not used for
+    the longest time, ``lfu`` what was used least often, ``pgdsf`` the lowest product of uses and recompute time per
+    token, ``gdsf`` the same without what the prefix adds to that time, ``s3fifo`` what was not used again soon,
+    ``arc`` the least recently used of what was used once, or of the rest, as the traffic decides. See RAGCache §5.1."""
 
     max_cached_documents: Annotated[int, Field(ge=1, le=_LARGEST, strict=True)] | None = None
     """The number of documents of a prompt that are cached, from the first one on. By default all are."""
@@ -315,11 +315,12 @@ class CacheConfig(_Settings):
     default only without a GPU: it was not tested on one."""
 
     replicated_share: Annotated[float, Field(ge=0, le=1, strict=True)] = 0.0
-    """Share of host memory for copies of the most used upper nodes (static prefix and first documents): they are
-    evicted last while the GPU has them, so that a failure of the GPU does not lose them (RAGCache §6)."""
+    """Share of host memory for copies of the most used prompt beginnings (static prefix and first documents), which
+    stay there while the GPU has them too, so that an engine that is restarted after a failure of the GPU has
+    them. See RAGCache §6."""
 
     pinned_share: Annotated[float, Field(ge=0, le=1, strict=True)] = 0.25
-    """Share of the smallest tier that the prefixes of pinned documents may take; pinned documents are evicted last. 0
+    """Share of the smallest tier that the prefixes of pinned documents may take; pinned documents are evicted last, 0
     allows no pins. See :meth:`EngineClient.cache <ragcache_core.client.engine_client.EngineClient>`."""
 
     max_age: Annotated[float, Field(gt=0, le=_LARGEST, allow_inf_nan=False, strict=True)] | None = None
@@ -335,15 +336,15 @@ class CacheConfig(_Settings):
     nothing."""
 
     queue: QueueOrder = "cache_aware"
-    """The scheduling order of waiting requests: ``cache_aware`` by cached tokens per token to compute (RAGCache §5.2),
-    ``fifo`` by arrival."""
+    """The scheduling order of waiting requests: ``cache_aware`` by cached tokens per token to compute, ``fifo`` by
+    arrival. See RAGCache §5.2."""
 
     queue_window: Annotated[int, Field(ge=0, le=_LARGEST, strict=True)] = 32
     """Number of later requests that may overtake a waiting request; 0 for none."""
 
     max_prefill_bs: Annotated[int, Field(ge=0, le=_LARGEST, strict=True)] = 4
-    """Speculative requests that may run at a time while no other request waits or is prefilled (RAGCache §5.3); 0
-    switches speculation off."""
+    """How many speculative requests, which prefill documents before the search ends, may run at a time while no other
+    request waits or is prefilled; 0 switches speculation off. See RAGCache §5.3."""
 
     max_documents: Annotated[int, Field(ge=0, le=_LARGEST, strict=True)] = 100_000
     """Registered documents that the server recognises in prompts without a tenant; a tenant has a fifth of it. 0: none

@@ -308,7 +308,7 @@ class ChunkStore:
             if not is_here:
                 raise CacheWriteError(
                     f"{path} was deleted, moved or replaced while the engine ran, so new writes would be lost: leave "
-                    "the directory to the engine; the disk tier opens it again, chunk reuse at the next start"
+                    "the directory to the engine"
                 )
 
     def write_many(self, writes: Sequence[ChunkWrite], *, packs: bool = True) -> list[bytes]:

@@ -9,7 +9,7 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any, NoReturn
@@ -70,7 +70,11 @@ def options_in_cli_wording(command: click.Command) -> Iterator[None]:
     try:
         yield
     except ConfigError as error:
-        message = re.sub(r"^\w+|\b[a-z]+(_[a-z]+)+\b", lambda word: names.get(word[0], word[0]), str(error))
+        message = re.sub(
+            r"\bCacheConfig\.(\w+)|^\w+|\b[a-z]+(?:_[a-z]+)+\b",
+            lambda word: names.get(word[1] or word[0], word[0]),
+            str(error),
+        )
         raise ConfigError(message) from error
 
 
@@ -109,8 +113,13 @@ class Command(click.Command):
         except click.NoSuchOption as error:
             if not any(isinstance(each, click.Argument) and each.name == "vllm_args" for each in self.params):
                 raise
-            message = f"{error.message} vLLM's own options follow '--'."
-            raise click.NoSuchOption(error.option_name, message, error.possibilities, error.ctx) from None
+            from ragcache_core.client.launch.arguments import is_vllm_flag
+
+            message, possibilities = f"{error.message} vLLM's own options follow '--'.", error.possibilities
+            if is_vllm_flag(error.option_name):
+                message = f"{error.option_name} is an option of vLLM's server: write '-- {error.option_name}'."
+                possibilities = None
+            raise click.NoSuchOption(error.option_name, message, possibilities, error.ctx) from None
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run the command; an error becomes a line on standard error and an exit status."""
@@ -191,6 +200,11 @@ def report(error: Exception, *, as_json: bool, as_lines: bool = False) -> None:
         click.echo(f"  {line}", err=True)
     if as_json:
         print_json({"error": {"type": type(error).__name__, "message": message}})
+
+
+def engine_progress(*, as_json: bool = False) -> Callable[[str], None] | None:
+    """Return what prints each stage of an engine's start as a line; None on a terminal, which shows a bar."""
+    return None if sys.stderr.isatty() else lambda stage: say(f"engine: {stage}", as_json=as_json)
 
 
 def say(message: str, *, level: str = "INFO", as_json: bool = False) -> None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
+from ragcache_core.cli.command import engine_progress, options_in_cli_wording
 from ragcache_core.cli.settings_options import settings_options
 from ragcache_core.config import Bytes, CacheConfig
 from ragcache_core.errors import ConfigError
@@ -202,7 +203,14 @@ def engine_opener(
 
         if url is not None:
             return Engine.connect(url, api_key=api_key)
-        return Engine.launch(str(model), cache=cache, api_key=api_key, tokenizer=tokenizer, extra_args=vllm_args)
+        return Engine.launch(
+            str(model),
+            cache=cache,
+            api_key=api_key,
+            tokenizer=tokenizer,
+            progress=engine_progress(),
+            extra_args=vllm_args,
+        )
 
     return join
 
@@ -231,7 +239,10 @@ def read_cache_config(cache_config: Path | None, settings: Mapping[str, object] 
         ConfigError: a value that cannot work, or two that contradict each other.
     """
     given: dict[str, Any] = {name: value for name, value in (settings or {}).items() if value is not None}
-    return CacheConfig(**given) if cache_config is None else CacheConfig.from_toml(cache_config, **given)
+    if cache_config is not None:
+        return CacheConfig.from_toml(cache_config, **given)
+    with options_in_cli_wording(click.get_current_context().command):
+        return CacheConfig(**given)
 
 
 def open_store(

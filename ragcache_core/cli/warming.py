@@ -52,7 +52,7 @@ def retrieved_for(store: StoreReader, questions: Iterable[str], k: int, progress
 def retrieved_by_popularity(store: StoreReader, k: int, progress: _Progress) -> list[tuple[DocId, ...]]:
     """Return the documents found for the beginning of each stored document, without itself.
 
-    It stands for questions that are not known: what is near to much else is found often.
+    It stands in for unknown questions: a document similar to many others is found often.
 
     Raises:
         EmptyStoreError: there is no document.
@@ -118,7 +118,7 @@ _EXPECTATION_OPTIONS: Final = (
         "--top",
         type=click.IntRange(1),
         metavar="N",
-        help="Without a log: the N documents of the store that are nearest to the others. [default: all documents]",
+        help="Without a log: only the N documents that are similar to most others. [default: all documents]",
     ),
     click.option(
         "-k", "--k", type=click.IntRange(1), help="Documents per prompt. [default: 2, or fewer if the store has fewer]"
@@ -137,7 +137,7 @@ _EXPECTATION_OPTIONS: Final = (
         default=DEFAULT_COST_MODEL,
         show_default=True,
         metavar="NAME|FILE",
-        help="Cost model of a prefill: a name or a file, as for 'ragcache advise'.",
+        help="Prefill times that the forecast assumes: a name or a file, as for 'ragcache advise'.",
     ),
 )
 
@@ -239,7 +239,7 @@ def expected_of(
         if top is not None:
             documents = most_retrieved(documents, top)
         num = len(documents)
-        source = "what is near to what in the store" + (f", its {top:,} documents" if top else "")
+        source = "similarity between stored documents" + (f", limited to the {top:,} found most often" if top else "")
         found = Expected(source, [_APART_S * i for i in range(num)], documents, [_QUESTION_TOKENS] * num)
     shown = [tuple(ids[i] for i in arrange(ids, order, None)) for ids in found.documents]
     return Expected(found.source, found.times_s, shown, found.questions, found.num_unknown)

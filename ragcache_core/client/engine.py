@@ -249,6 +249,8 @@ class Engine(EngineClient):
         check_tokenizer(tokenizer)
         if not isinstance(url, str):
             raise ConfigError(f"url is {quoted(url)}: pass the address of a server, 'http://host:8000'")
+        if "://" not in url:
+            raise ConfigError(f"url is {quoted(url)}, without http:// or https://: write 'http://{url:.80}'")
         policy = RetryPolicy(first_token_timeout_s, resume_streams)
         check_seconds("hang_timeout_s", hang_timeout_s)
         check_seconds("restart_timeout_s", restart_timeout_s or None)

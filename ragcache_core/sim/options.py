@@ -49,8 +49,8 @@ class SimulationOptions:
     """Length in tokens of the system prompt, which all requests share before their documents."""
 
     cost_model: str = "a10g-mistral-7b"
-    """Cost model of a prefill: a10g-mistral-7b, a10g-llama2-7b, h800-mixtral-8x7b, h800-llama2-70b, h100-llama3-8b, or
-    a file of 'ragcache profile --output'."""
+    """Prefill times that are assumed: a10g-mistral-7b, a10g-llama2-7b, h800-mixtral-8x7b, h800-llama2-70b,
+    h100-llama3-8b, or a file of 'ragcache profile --output'."""
 
     queue: Queue = "fifo"
     """Scheduling order of waiting requests: fifo by arrival, cache-aware by cached tokens per token to compute."""

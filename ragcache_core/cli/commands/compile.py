@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 import time
 import zlib
 from dataclasses import replace
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ragcache_core.cli.command import Command, options_in_cli_wording, print_json, say
+from ragcache_core.cli.command import Command, engine_progress, options_in_cli_wording, print_json
 from ragcache_core.cli.options import (
     cache_options,
     check_vllm_args,
@@ -116,9 +115,10 @@ def compile_(
     """Prefill the documents of a store with MODEL, and write their KV to a shared store (--shared).
 
     The prefixes (documents in prompt order) with the largest savings within the budget are picked, from questions, from
-    a trace, or by the distances of documents in the store; then every other document alone. A simulation forecasts the
-    hits of these tokens, and of half, a quarter and an eighth of them. An engine starts, prefills, and ends. Engines
-    that start later with the same model and the same --shared load the KV instead of computing it.
+    a trace, or by the similarity between stored documents. Documents in none of them follow, each as a prefix of its
+    own. A simulation forecasts the hits of these tokens, and of half, a quarter and an eighth of them. An engine
+    starts, prefills, and ends. Engines that start later with the same model and the same --shared load the KV instead
+    of computing it.
 
     Run it again after an interruption, or after 'ragcache index --update': KV that is there is loaded, not computed.
     KV of a changed document is never found. Exit status 0 means that all picked documents are stored.
@@ -146,7 +146,7 @@ def compile_(
                 cache=cache,
                 tokenizer=tokenizer,
                 log_path=log,
-                progress=None if sys.stderr.isatty() else lambda stage: say(f"engine: {stage}"),
+                progress=engine_progress(),
                 extra_args=vllm_args,
             ) as engine,
             options_in_cli_wording(compile_),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 import click
 
-from ragcache_core.cli.command import Command, print_json, say, warnings_in_json
+from ragcache_core.cli.command import Command, engine_progress, print_json, say, warnings_in_json
 from ragcache_core.cli.options import (
     FiniteRange,
     api_key_option,
@@ -190,7 +189,7 @@ def serve(
             hang_timeout_s=hang_timeout or None,
             log_path=log,
             log_format=log_format,
-            progress=None if sys.stderr.isatty() else lambda stage: say(f"engine: {stage}", as_json=in_json),
+            progress=engine_progress(as_json=in_json),
             env=None if record_trace is None else recording_in_server(record_trace),
             extra_args=vllm_args,
             **settings,

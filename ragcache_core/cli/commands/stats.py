@@ -162,7 +162,7 @@ def _milliseconds(of: EngineStats | None) -> str:
 def _counters(model: str, reading: EngineStats) -> Iterator[tuple[str, str]]:
     yield "model", model
     yield "requests", f"{reading.num_running} running, {reading.num_waiting} waiting"
-    yield "KV cache in use", f"{reading.kv_cache_usage:.1%}"
+    yield "running requests hold", f"{reading.kv_cache_usage:.1%} of the GPU KV cache"
     yield "prompt tokens", f"{reading.num_prompt_tokens:,}"
     yield "output tokens", f"{reading.num_output_tokens:,}"
     yield (
@@ -291,7 +291,13 @@ _MIN_WATCH_S = 0.1
         "ragcache stats --url http://127.0.0.1:8000 --watch --every 10 --json",
     ],
 )
-@click.option("--url", required=True, metavar="URL", help="Address of the server, as 'ragcache serve' prints it.")
+@click.option(
+    "--url",
+    default="http://127.0.0.1:8000",
+    show_default=True,
+    metavar="URL",
+    help="Address of the server, as 'ragcache serve' prints it.",
+)
 @api_key_option
 @click.option("--watch", is_flag=True, help="Update until Ctrl-C, with rates since the last reading.")
 @click.option(

@@ -92,6 +92,12 @@ def check_names(names: Iterable[str], extra_args: Sequence[str], own: Collection
             raise ConfigError(f"{flag} is no argument of vLLM's server: {hint}")
 
 
+def is_vllm_flag(flag: str) -> bool:
+    """Return whether ``flag``, such as ``--max-model-len``, is for certain an argument of vLLM's server."""
+    name = flag.removeprefix("--")
+    return name in _known_names() or name.removeprefix("no-") in _known_names()
+
+
 @cache
 def _known_names() -> frozenset[str]:
     """Return the names of all arguments of vLLM's server; empty if they are not known for certain."""

@@ -157,7 +157,7 @@ def test_a_directory_that_is_deleted_is_noticed_while_nothing_is_written_and_wha
     assert scene.hits(stored) == []
     time.sleep(0.1)
     assert len(logged) == 1
-    assert "the disk tier opens it again" in logged[0]
+    assert "leave the directory to the engine" in logged[0]
     scene.close()
 
 

@@ -95,4 +95,5 @@ def test_option_of_vllm_is_answered_with_its_place(command: str) -> None:
     result = CliRunner().invoke(cli, [*command.split(), "--max-model-len", "8192"])
     assert result.exit_code == 2
     assert "vLLM" in result.output.splitlines()[-1]
-    assert "'--'" in result.output.splitlines()[-1]
+    assert "'-- --max-model-len'" in result.output.splitlines()[-1]
+    assert "mean" not in result.output
