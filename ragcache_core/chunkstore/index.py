@@ -238,7 +238,7 @@ class ChunkIndex:
             self.delete(())
 
     def move(self, slots: Iterable[tuple[int, int]]) -> None:
-        """Record chunks' moves to other slots: new slot, old slot."""
+        """Record that chunks moved between slots, as pairs of the new and the old slot."""
         with self._changing() as connection:
             connection.executemany("UPDATE chunks SET slot = ? WHERE slot = ?", slots)
 

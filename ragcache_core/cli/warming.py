@@ -143,7 +143,7 @@ _EXPECTATION_OPTIONS: Final = (
 
 
 def expectation_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the options of :func:`read_expected`, of a prompt's layout, and of a prefill's cost."""
+    """Add the options for expected requests (:func:`read_expected`), the prompt layout and the cost model."""
     for option in reversed(_EXPECTATION_OPTIONS):
         command = option(command)
     return command

@@ -9,7 +9,7 @@ from ragcache_core.errors import EngineForkedError
 
 
 class Handle:
-    """Cannot be copied or pickled; the error names the class."""
+    """Base class of objects that cannot be copied or pickled; the error names the class."""
 
     def __getstate__(self) -> Any:
         raise TypeError(

@@ -193,9 +193,9 @@ class KnowledgeTree(TieredTree):
                 node.num_computed += 1
 
     def record_apart(self, nodes: Sequence[TreeNode], *, num_hit_units: int, cost_per_token_s: float) -> None:
-        """Count an access of nodes beside a request's path, without counting a request.
+        """Count an access of nodes that are not on a request's path; the number of requests stays.
 
-        See there for the rest.
+        Arguments are those of :meth:`record_prefill`.
         """
         self.record_prefill(nodes, num_hit_units=num_hit_units, cost_per_token_s=cost_per_token_s)
         self._count_uses(nodes)

@@ -177,7 +177,7 @@ def _of_openai(error: Exception) -> RAGCacheError:
             return RequestRejectedError("the answer was cut by max_tokens before it was whole: raise max_tokens")
     if _INTERNAL_SIGN in message and _is_constrained(error):
         return EngineError(
-            "the engine gave up an answer that has to follow a grammar (of tool_choice, response_format or a schema): "
+            "the engine ended an answer that has to follow a grammar (of tool_choice, response_format or a schema): "
             "most likely the model's tokens cannot spell what comes next in it; the server's log says more. Ask "
             "without (tool_choice='auto', or in LlamaIndex a selector of text, LLMSingleSelector), or serve another "
             "model"

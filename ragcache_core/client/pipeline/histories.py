@@ -147,7 +147,7 @@ class Histories:
 
 
 class PersistentHistory(StageStabilityStats):
-    """A history with a file: read at first use, and written after enough searches (0.1 ms)."""
+    """A history in a file, which is read at first use and written after every eight searches."""
 
     def __init__(self, path: Path) -> None:
         """Load the history from ``path``, if it has one."""

@@ -107,10 +107,11 @@ def cursors_of(cursor: str) -> dict[str, str]:
 class Front:
     """The ingress deployment. It resends a request that no replica has begun to answer, up to its time limit.
 
-    A speculation, its confirmation, its end and a request's figures reach the replica that has them; if another front
-    sent that request, all are asked. Figures and what is forgotten are those of all replicas together.
+    A speculation, its confirmation, its end and a request's statistics reach the replica that has them. If another
+    front sent that request, all replicas get the call. Statistics and deletions are those of all replicas together.
 
-    Who has no key is asked for it here, before his body is read; an engine's door decides again, and what a tenant may.
+    A request without a valid key is rejected here, before its body is read. The engine checks the key and its rights
+    again.
     """
 
     def __init__(self, replicas: Any, retry_timeout_s: float, keys: Sequence[bytes]) -> None:

@@ -75,7 +75,7 @@ class ReplicaRequest:
         )
 
     def begin(self, name: str, count: Count | None) -> None:
-        """Record the replica that gets the request, instead of the one chosen before."""
+        """Record the replica that gets the request in place of an earlier choice."""
         with self._lock:
             self.sent_to = name
             before, self._count = self._count, count

@@ -93,7 +93,7 @@ def summarize(trace: Trace) -> TraceSummary:
 def popularity_share(trace: Trace, top: float, num_documents: int | None = None) -> float:
     """Return the share of retrievals that the ``top`` share of documents gets.
 
-    Those are the documents of the trace, or of a corpus of ``num_documents``.
+    All documents are those of the trace, or ``num_documents`` of a corpus.
     """
     counts = np.sort(np.bincount(trace.docs))[::-1]
     num_top = max(1, round(top * (num_documents or len(trace.doc_ids))))

@@ -55,7 +55,7 @@ class DeviceCopies:
         self._last = self.record()
 
     def begin(self) -> None:
-        """Let the following copies wait for the present work of the current stream."""
+        """Make later copies wait until the current stream has done the work that it has now."""
         self._stream.wait_stream(current_platform.current_stream())
         if self._last.is_done():
             self._descriptors.clear()

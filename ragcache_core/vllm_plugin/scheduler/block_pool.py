@@ -176,7 +176,7 @@ class TreeFreeBlockQueue(FreeKVCacheBlockQueue):
             self._tree.add(node, mask, Tier.GPU)
 
     def spare_others(self, block_hashes: Iterable[BlockHashWithGroupId]) -> None:
-        """Make free blocks of other groups spare, as a request recomputed their content in its own blocks."""
+        """Drop the content of free blocks of other groups that a request computed again in its own blocks."""
         self.place_returned()
         for block_hash in block_hashes:
             if (block_id := self._other_ids.pop(block_hash, None)) is not None:

@@ -196,10 +196,15 @@ def test_a_taken_port_is_refused_with_a_hint(demo_model: str) -> None:
     check_port_free("127.0.0.1", free_port("127.0.0.1"))
 
 
-@pytest.mark.parametrize("url", ["http://127.0.0.1:1", "http://127.0.0.1:1/v1/", "nonsense", "http://[bad"])
+@pytest.mark.parametrize("url", ["http://127.0.0.1:1", "http://127.0.0.1:1/v1/", "http://[bad"])
 def test_an_unreachable_server_is_reported_with_its_address(url: str) -> None:
     with pytest.raises(EngineUnreachableError, match="is the server running"):
         Engine.connect(url, timeout_s=2)
+
+
+def test_an_address_without_a_scheme_is_rejected_with_a_hint() -> None:
+    with pytest.raises(ConfigError, match="http://"):
+        Engine.connect("localhost:8000", timeout_s=2)
 
 
 @pytest.mark.parametrize(
