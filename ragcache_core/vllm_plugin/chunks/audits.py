@@ -81,8 +81,8 @@ class AnswerAudits:
         """Return the request of the next audit, which is in the engine from now on."""
         self._audit = audit = self._pending.popleft()
         audit.num_starts += 1
-        told = (audit.request.kv_transfer_params or {})[KEY]
-        params = {KEY: {"version": WIRE_VERSION, "documents": told.get("documents", []), "chunk_reuse": False}}
+        metadata = (audit.request.kv_transfer_params or {})[KEY]
+        params = {KEY: {"version": WIRE_VERSION, "documents": metadata.get("documents", []), "chunk_reuse": False}}
         self.running = repeated_request(audit.request, {**params, "max_offload_tokens": 0})
         return self.running
 
