@@ -136,7 +136,7 @@ def _of_httpx(error: httpx.HTTPError) -> RAGCacheError:
             return _unreachable(error)
         case httpx.HTTPStatusError():
             return EngineError(f"the engine at {_address(error)} answered {error.response.status_code}: {error}")
-    return EngineDiedError(f"the connection to the engine broke during an answer ({error}): ask again")
+    return EngineDiedError(f"the connection to the engine broke during an answer ({error}): send the request again")
 
 
 def _timed_out(error: Exception) -> EngineTimeoutError:
@@ -184,7 +184,8 @@ def _of_openai(error: Exception) -> RAGCacheError:
         )
     if reports_engine_death(message):
         return EngineDiedError(
-            "the engine died during an answer, after its first token, so the request was not sent again: ask again"
+            "the engine died during an answer, after its first token, and RAGCache did not repeat the request: send "
+            "the request again"
         )
     return EngineError(f"the engine failed: {message}")
 

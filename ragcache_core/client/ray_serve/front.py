@@ -173,7 +173,7 @@ class Front:
                 is_once = failure.was_begun and ask.prompt is None and ask.method != "GET"
                 if is_once or num_lost >= _MAX_LOST:
                     return _refused(
-                        500, f"{num_lost} replicas lost this request, and it is sent to no other: ask again"
+                        500, f"{num_lost} replicas lost this request, and it is sent to no other: send it again"
                     )
                 if time.monotonic() >= ends_s:
                     return _unavailable(str(failure))
@@ -221,7 +221,7 @@ class Front:
         if route == PATHS_ROUTE and answers.keys() != (cursors := _cursors(ask)).keys() and cursors:
             answers, failed = await self._call_all(ask, from_start=True)  # others are there than were
         if not answers or (failed and ask.method == "POST"):
-            return _unavailable(f"not every replica answers, ask again: {failed!s:.400}")
+            return _unavailable(f"not every replica answers, send the request again: {failed!s:.400}")
         for (status, headers), body in answers.values():
             if status != httpx.codes.OK:
                 return Response(body, status, dict(headers))
