@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
-import cProfile
 import time
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingWorkerMetadata
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request
 
+from ragcache_core.vllm_plugin.offload.layer_loads import LayerLoadMetadata
+
 _TOKEN = 7
 _IDLE_S = 0.001
+
+
+class Profiler(Protocol):
+    """Records what is called between ``enable`` and ``disable``, as ``cProfile.Profile`` does."""
+
+    def enable(self) -> None:
+        """Begin to record."""
+        ...
+
+    def disable(self) -> None:
+        """Stop recording."""
+        ...
 
 
 class EngineLoop:
@@ -24,13 +37,16 @@ class EngineLoop:
     Attributes:
         is_timed: whether calls are timed now.
         seconds: processor time of the scheduler's thread, by the name of the call.
+        tokens: prompt tokens of the timed requests: ``prompt`` are all, ``gpu`` are hits on the GPU, and ``below`` are
+            loaded.
         finished: ids of requests that have ended since this list was cleared.
     """
 
-    def __init__(self, scheduler: Any, profiler: cProfile.Profile | None = None) -> None:
+    def __init__(self, scheduler: Any, profiler: Profiler | None = None) -> None:
         self.scheduler = scheduler
         self.is_timed = False
         self.seconds: defaultdict[str, float] = defaultdict(float)
+        self.tokens: Counter[str] = Counter()
         self.finished: list[str] = []
         self.requests: dict[str, Request] = {}
         self._profiler = profiler
@@ -89,6 +105,10 @@ class EngineLoop:
         outputs = self._call("update_from_output", *self._in_flight.popleft())
         for output in outputs.values():
             for answer in output.outputs:
+                if self.is_timed and (prefill := answer.prefill_stats) is not None:
+                    self.tokens["prompt"] += prefill.num_prompt_tokens
+                    self.tokens["gpu"] += prefill.num_local_cached_tokens
+                    self.tokens["below"] += prefill.num_external_cached_tokens
                 if answer.finish_reason is not None:
                     self.finished.append(answer.request_id)
                     del self.requests[answer.request_id]
@@ -107,6 +127,8 @@ class EngineLoop:
 
     def _copy(self, meta: Any) -> KVConnectorOutput:
         completed = [*self._stores, *meta.load_jobs]
+        if isinstance(meta, LayerLoadMetadata):
+            completed += [load.number for load in meta.layer_loads]
         flushed = [job for job in meta.store_jobs if job in (meta.jobs_to_flush or ())]
         self._stores = [job for job in meta.store_jobs if job not in flushed]
         worker = OffloadingWorkerMetadata()

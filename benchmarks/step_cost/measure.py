@@ -6,13 +6,18 @@ import cProfile
 import gc
 import pstats
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from typing import Any
 
-from benchmarks.step_cost.loop import EngineLoop
+from benchmarks.step_cost.instructions import InstructionCounter
+from benchmarks.step_cost.loop import EngineLoop, Profiler
 from benchmarks.step_cost.scenes import SCENES, RequestFactory, StepLoad, fill_cache
-from benchmarks.step_cost.schedulers import EngineName, is_ragcache, make_scheduler
+from benchmarks.step_cost.schedulers import EngineName, is_ragcache, make_scheduler, tiers_of
+from ragcache_core.types import Origin, Tier
+
+_LEAST_HIT, _MOST_OTHER = 0.8, 0.2
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,16 +93,66 @@ def profile(scene_name: str, engine: EngineName, num_rounds: int, num_lines: int
     return "\n".join(lines)
 
 
+def count_instructions(scene_name: str, engine: EngineName, num_units: int) -> list[dict[str, int]]:
+    """Return the bytecode instructions of each function of RAGCache in the scheduler's thread, unit by unit."""
+    counter = InstructionCounter()
+    counts = []
+    with _started(engine, scene_name, counter) as (loop, load):
+        loop.is_timed = True
+        for _ in range(num_units):
+            load.run(1)
+            counts.append(counter.take())
+    return counts
+
+
 @contextmanager
 def _started(
-    engine: EngineName, scene_name: str, profiler: cProfile.Profile | None = None
+    engine: EngineName, scene_name: str, profiler: Profiler | None = None
 ) -> Iterator[tuple[EngineLoop, StepLoad]]:
+    """Yield an engine in a scene, and check afterwards where the hits of its timed requests came from."""
     scene = SCENES[scene_name]
     with make_scheduler(engine, scene.spec) as scheduler:
         loop, requests = EngineLoop(scheduler, profiler), RequestFactory(with_documents=is_ragcache(engine))
         if scene.is_full:
             fill_cache(loop, requests, scene.spec.num_blocks)
-        yield loop, scene.start(loop, requests)
+        load = scene.start(loop, requests)
+        num_before = _num_from_disk(scheduler, engine)
+        yield loop, load
+        if scene.unit == "request":
+            _check_hits(scene_name, engine, loop.tokens, _num_from_disk(scheduler, engine) - num_before)
+
+
+def _check_hits(scene_name: str, engine: EngineName, tokens: Mapping[str, int], num_from_disk: int) -> None:
+    """Raise ``RuntimeError`` if the hits of an engine do not come from the tier that its scene is about.
+
+    An engine without this tier computes the prompts.
+
+    Args:
+        scene_name, engine: these.
+        tokens: of the prompts, see :attr:`EngineLoop.tokens`.
+        num_from_disk: how many of the loaded tokens came from disk.
+    """
+    wanted = SCENES[scene_name].hit_tier
+    shares = {
+        Tier.GPU: tokens["gpu"] / tokens["prompt"],
+        Tier.HOST: (tokens["below"] - num_from_disk) / tokens["prompt"],
+        Tier.DISK: num_from_disk / tokens["prompt"],
+    }
+    least = {wanted: _LEAST_HIT} if wanted in tiers_of(engine) else {}
+    for tier, share in shares.items():
+        if share < least.get(tier, 0) or (tier not in least and share > _MOST_OTHER):
+            limit = f"at least {_LEAST_HIT:.0%}" if tier in least else f"at most {_MOST_OTHER:.0%}"
+            raise RuntimeError(
+                f"{scene_name!r} does not measure {engine}: {share:.0%} of {tokens['prompt']} prompt tokens are hits "
+                f"in the {tier.label} tier, it needs {limit}; see that the loop ends all copies, and the tiers' sizes"
+            )
+
+
+def _num_from_disk(scheduler: Any, engine: EngineName) -> int:
+    if Tier.DISK not in tiers_of(engine):
+        return 0
+    count: int = scheduler.connector.controller.counters.num_tokens_by_tier[Origin.DISK]
+    return count
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from vllm.v1.request import Request
 
 from benchmarks.step_cost.loop import EngineLoop
 from benchmarks.step_cost.schedulers import BLOCK_TOKENS, SchedulerSpec
-from ragcache_core.types import PromptSegment, SegmentKind
+from ragcache_core.types import PromptSegment, SegmentKind, Tier
 from ragcache_core.wire import encode_kv_transfer_params, tile
 
 _QUESTION_TOKENS = 24
@@ -138,6 +138,7 @@ class StepScenario:
         unit: what a figure is about, ``step`` or ``request``.
         slice_size: units that one engine does before it is the next one's turn.
         is_full: whether the caches are filled before.
+        hit_tier: that holds the prompts when they come; None: no tier does.
     """
 
     spec: SchedulerSpec
@@ -145,6 +146,7 @@ class StepScenario:
     unit: str = "step"
     slice_size: int = 16
     is_full: bool = False
+    hit_tier: Tier | None = None
 
 
 SCENES: dict[str, StepScenario] = {
@@ -161,7 +163,16 @@ SCENES: dict[str, StepScenario] = {
         SchedulerSpec(12_000), lambda loop, make: Prompts(loop, make), "request", 4, is_full=True
     ),
     "prompt 4000, GPU hit": StepScenario(
-        SchedulerSpec(20_000), lambda loop, make: Prompts(loop, make, 1), "request", 4
+        SchedulerSpec(20_000), lambda loop, make: Prompts(loop, make, 1), "request", 4, hit_tier=Tier.GPU
     ),
-    "prompt 4000, disk hit": StepScenario(SchedulerSpec(600), lambda loop, make: Prompts(loop, make, 20), "request", 4),
+    "prompt 4000, host hit": StepScenario(
+        SchedulerSpec(600, host_ratio=10),
+        lambda loop, make: Prompts(loop, make, 20),
+        "request",
+        4,
+        hit_tier=Tier.HOST,
+    ),
+    "prompt 4000, disk hit": StepScenario(
+        SchedulerSpec(600), lambda loop, make: Prompts(loop, make, 20), "request", 4, hit_tier=Tier.DISK
+    ),
 }

@@ -29,11 +29,13 @@ from vllm.v1.structured_output import StructuredOutputManager
 from ragcache_core.client.launch.arguments import transfer_config
 from ragcache_core.config import CacheConfig as Tiers
 from ragcache_core.runtime.shared_memory import EngineFiles, new_engine_id
+from ragcache_core.types import Tier
 from ragcache_core.vllm_plugin.scheduler.scheduler import AsyncTreeScheduler
 
 BLOCK_TOKENS = 16
 MAX_REQUESTS = 256
 _BLOCK_BYTES = 2 * BLOCK_TOKENS * 8 * 4
+_ROW_BYTES = 4096  # the tiers give each block whole pages
 _MODEL = Path(__file__).parents[2] / "examples" / "demo_model"
 _ATTENTION: dict[str, Any] = {"block_size": BLOCK_TOKENS, "num_kv_heads": 1, "head_size": 8, "dtype": torch.float32}
 _SPECS: dict[str, KVCacheSpec] = {
@@ -50,12 +52,14 @@ class SchedulerSpec:
     """The size and the KV cache groups of an engine.
 
     Args:
-        num_blocks: GPU blocks of 16 tokens. The host tier holds twice as many.
+        num_blocks: GPU blocks of 16 tokens.
         groups: the attention of each KV cache group, ``full`` or ``window``.
+        host_ratio: blocks of the host tier for each GPU block and group.
     """
 
     num_blocks: int
     groups: Sequence[str] = ("full",)
+    host_ratio: float = 0.5
 
 
 @contextmanager
@@ -73,6 +77,12 @@ def make_scheduler(engine: EngineName, spec: SchedulerSpec) -> Iterator[Any]:
             files.remove()
 
 
+def tiers_of(engine: EngineName) -> tuple[Tier, ...]:
+    """Return the tiers of an engine."""
+    num_tiers = {"vllm": 1, "ragcache-gpu": 1, "vllm-offload": 2, "ragcache-host": 2, "ragcache-disk": 3}
+    return tuple(Tier)[: num_tiers[engine]]
+
+
 def is_ragcache(engine: EngineName) -> bool:
     """Return whether an engine runs RAGCache, which takes documents with each request."""
     return engine.startswith("ragcache")
@@ -80,6 +90,7 @@ def is_ragcache(engine: EngineName) -> bool:
 
 def _build(engine: EngineName, spec: SchedulerSpec, engine_id: str, folder: Path) -> Any:
     num_bytes = _BLOCK_BYTES * spec.num_blocks
+    host_bytes = int(spec.host_ratio * spec.num_blocks) * _ROW_BYTES * len(spec.groups)
     layers = {f"layer {i}": _SPECS[name] for i, name in enumerate(spec.groups)}
     kv_cache_config = KVCacheConfig(
         spec.num_blocks,
@@ -100,7 +111,7 @@ def _build(engine: EngineName, spec: SchedulerSpec, engine_id: str, folder: Path
             enable_chunked_prefill=True,
             async_scheduling=True,
         ),
-        kv_transfer_config=_transfer_config(engine, 2 * num_bytes * len(layers), engine_id, folder),
+        kv_transfer_config=_transfer_config(engine, host_bytes, engine_id, folder),
     )
     cache.num_gpu_blocks = spec.num_blocks
     with set_current_vllm_config(config):
