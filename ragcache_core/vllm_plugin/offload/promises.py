@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
@@ -28,7 +27,7 @@ class Promises(Generic[KeyT]):
 
     def __init__(self) -> None:
         self._lookups: dict[str, _Lookup[KeyT]] = {}
-        self._counts: Counter[KeyT] = Counter()
+        self._counts: dict[KeyT, int] = {}
         self._awaited: dict[KeyT, list[_Lookup[KeyT]]] = {}
         self._current: _Lookup[KeyT] | None = None
 
@@ -58,7 +57,7 @@ class Promises(Generic[KeyT]):
         if key in lookup.promised:
             return False
         lookup.promised[key] = None
-        self._counts[key] += 1
+        self._counts[key] = self._counts.get(key, 0) + 1
         if not is_ready:
             self._awaited.setdefault(key, []).append(lookup)
             lookup.num_awaited += 1
@@ -84,13 +83,18 @@ class Promises(Generic[KeyT]):
         """Drop a request's promises; return the blocks that are promised to no request now."""
         if (lookup := self._lookups.pop(request_id, None)) is None:
             return []
+        if lookup.num_awaited:
+            for key in lookup.promised:
+                if lookup in (waiting := self._awaited.get(key, [])):
+                    waiting.remove(lookup)
+        counts = self._counts
         dropped: list[KeyT] = []
         for key in lookup.promised:
-            if lookup in (waiting := self._awaited.get(key, [])):
-                waiting.remove(lookup)
-            self._counts[key] -= 1
-            if not self._counts[key]:
-                del self._counts[key]
+            num_left = counts[key] - 1
+            if num_left:
+                counts[key] = num_left
+            else:
+                del counts[key]
                 dropped.append(key)
         return dropped
 

@@ -435,7 +435,9 @@ class _TreeScheduling:
         if self._queue is None:
             return False
         audit = None if self._audits is None else self._audits.running
-        here = [request for request in self.running if request is not audit]
+        here = self.running
+        if audit is not None:
+            here = [request for request in here if request is not audit]
         running = here
         if self._controller.speculations:
             running = [request for request in running if not self._is_speculative(request)]
