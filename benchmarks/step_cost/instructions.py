@@ -37,12 +37,11 @@ class InstructionCounter:
 
     def take(self) -> dict[str, int]:
         """Return the instructions of each function since the last call, the most first."""
-        taken = {
-            f"{code.co_filename.removeprefix(_PACKAGE)}:{code.co_qualname}": count
-            for code, count in self.by_code.most_common()
-        }
+        taken: Counter[str] = Counter()  # comprehensions of one function have one name
+        for code, count in self.by_code.items():
+            taken[f"{code.co_filename.removeprefix(_PACKAGE)}:{code.co_qualname}"] += count
         self.by_code.clear()
-        return taken
+        return dict(taken.most_common())
 
     def _on_call(self, frame: FrameType, event: str, arg: object) -> Any:
         if not frame.f_code.co_filename.startswith(_PACKAGE):

@@ -26,13 +26,13 @@ def _allow_long_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "1")  # the demo model's window is shorter than the prompts
 
 
-# A loop over all requests takes three instructions for each or more. Measured: none, and for each new block 254, 268
+# A loop over all requests takes three instructions for each or more. Measured: none, and for each new block 254, 254
 # and, where the answers' blocks enter the tree at once, 1376.
 @pytest.mark.parametrize(
     ("engine", "groups", "most_per_block"),
     [
         ("ragcache-gpu", ("full",), 300),
-        ("ragcache-host", ("full",), 310),
+        ("ragcache-host", ("full",), 300),
         ("ragcache-host", ("full", "window"), 1600),
     ],
 )
@@ -50,23 +50,23 @@ def test_a_step_does_nothing_for_requests_that_get_no_block(
     assert total[1] - total[0] < most_per_block * (_MANY - _FEW)
 
 
-# Measured: 302, 208, 713, and 1380 to 1500.
+# Measured: 335, 212, 731 to 749, and 1397 to 1469.
 @pytest.mark.parametrize(
     ("scene", "engine", "most_per_block"),
     [
-        ("prompt 4000, new", "ragcache-host", 350),
-        ("prompt 4000, GPU hit", "ragcache-host", 240),
-        ("prompt 4000, host hit", "ragcache-host", 820),
-        ("prompt 4000, disk hit", "ragcache-disk", 1700),
+        ("prompt 4000, new", "ragcache-host", 385),
+        ("prompt 4000, GPU hit", "ragcache-host", 245),
+        ("prompt 4000, host hit", "ragcache-host", 850),
+        ("prompt 4000, disk hit", "ragcache-disk", 1650),
     ],
 )
 def test_a_prompt_takes_few_instructions_a_block(scene: str, engine: EngineName, most_per_block: int) -> None:
-    counts = count_instructions(scene, engine, 4)
+    counts = count_instructions(scene, engine, 8)
     num_instructions = statistics.median(sum(request.values()) for request in counts)
     assert num_instructions < most_per_block * _NUM_PROMPT_BLOCKS, counts[-1]
 
 
-# Of times only the ratio to plain vLLM's in the same run is steady enough. They include the work in C.
+# Times, as the work in C counts as well. Only ratios to plain vLLM in the same run are steady enough.
 
 
 def check(scene: str, engines: tuple[EngineName, ...], is_met: Callable[..., bool]) -> None:
