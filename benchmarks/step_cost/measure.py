@@ -128,7 +128,8 @@ def _check_hits(scene_name: str, engine: EngineName, tokens: Mapping[str, int], 
     An engine without this tier computes the prompts.
 
     Args:
-        scene_name, engine: these.
+        scene_name: of the scene.
+        engine: that ran in it.
         tokens: of the prompts, see :attr:`EngineLoop.tokens`.
         num_from_disk: how many of the loaded tokens came from disk.
     """

@@ -173,6 +173,10 @@ SCENES: dict[str, StepScenario] = {
         hit_tier=Tier.HOST,
     ),
     "prompt 4000, disk hit": StepScenario(
-        SchedulerSpec(600), lambda loop, make: Prompts(loop, make, 20), "request", 4, hit_tier=Tier.DISK
+        SchedulerSpec(600, host_ratio=2),  # room for a load while the prompt before is written
+        lambda loop, make: Prompts(loop, make, 20),
+        "request",
+        4,
+        hit_tier=Tier.DISK,
     ),
 }
