@@ -186,7 +186,7 @@ check-manifests: $(PUBLISH)/.ready ## check Compose, chart, manifests, rules, Te
 	$(PUBLISH)/bin/check-jsonschema --builtin-schema vendor.compose-spec examples/deployment/compose.yaml
 	$(PUBLISH)/bin/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
 	$(PUBLISH)/bin/kubernetes-validate --strict --quiet $(filter-out %/kustomization.yaml,$(wildcard examples/deployment/kubernetes/*.yaml))
-	$(PUBLISH)/bin/python -m pytest --quiet --config-file /dev/null --rootdir . --confcutdir tests/deployment -p no:cacheprovider tests/deployment
+	$(PUBLISH)/bin/python -m pytest --quiet --config-file /dev/null --rootdir . --confcutdir tests/deployment -p no:cacheprovider -rs tests/deployment
 	$(call where,promtool,promtool test rules examples/monitoring/ragcache-rules-test.yml)
 	$(call where,terraform,terraform fmt -check -recursive examples/deployment/terraform)
 
