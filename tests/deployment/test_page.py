@@ -158,7 +158,7 @@ def test_kubectl_makes_the_chart_s_objects_of_the_plain_manifests() -> None:
 
 @kubectl
 def test_kubectl_makes_the_secret_that_the_engine_reads() -> None:
-    (words,) = (words for words in commands("kubectl") if words[1:3] == ["create", "secret"] and len(words) > 3)
+    (words,) = (words for words in commands("kubectl") if words[1:4] == ["create", "secret", "generic"])
     secret = yaml.safe_load(output(*words, "--dry-run=client", "--output", "yaml"))
     (engine,) = (each for each in objects(values_of("one-gpu")) if each["kind"] == "StatefulSet")
     (variable,) = engine["spec"]["template"]["spec"]["containers"][0]["env"]
