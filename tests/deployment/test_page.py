@@ -12,6 +12,7 @@ import shutil
 import subprocess
 from collections.abc import Iterator
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import kubernetes_validate
@@ -129,6 +130,37 @@ def test_terraform_knows_the_variables_outputs_and_files_of_the_page() -> None:
         ("--name", r'cluster_name += "(\w+)"'),
     ):
         assert named(configured, option) == re.findall(variable, text)
+
+
+def planned(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    """Plan with the variables of the Terraform example alone, for which no provider is downloaded."""
+    for path in (TERRAFORM / "variables.tf", *TERRAFORM.glob("*.tfvars")):
+        (folder / path.name).write_bytes(path.read_bytes())
+    return subprocess.run(
+        ["terraform", "plan", "-input=false", "-no-color", *options],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+@pytest.mark.skipif(shutil.which("terraform") is None, reason="terraform is not installed")
+def test_terraform_takes_the_pages_variables_and_variants_and_opens_the_api_to_nobody(tmp_path: Path) -> None:
+    (words,) = (words for words in commands("terraform") if "apply" in words)
+    options = words[words.index("apply") + 1 :]
+    variants = re.findall(r"-var-file (\S+?\.tfvars)", PAGE)
+    assert len(variants) >= 3
+    for more in ([], *(["-var-file", name] for name in variants), ["-var", "endpoint_cidrs=[]"]):
+        done = planned(tmp_path, *options, *more)
+        assert (done.returncode, "undeclared" in done.stdout + done.stderr) == (0, False), done.stderr + done.stdout
+    for bad, why in (
+        ('endpoint_cidrs=["0.0.0.0/0"]', "endpoint_cidrs opens the API to everybody"),
+        ("capacity_type=CHEAP", "capacity_type is ON_DEMAND or SPOT"),
+    ):
+        done = planned(tmp_path, *options, "-var", bad)
+        assert done.returncode == 1
+        assert why in " ".join(done.stderr.split())
 
 
 kubectl = pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl is not installed")
