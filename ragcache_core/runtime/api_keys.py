@@ -25,7 +25,7 @@ def check_api_key(key: str | None) -> None:
         (at, each) for at, each in enumerate(key) if not "!" <= each <= "~" and (each != " " or at in (0, len(key) - 1))
     )
     raise ConfigError(
-        f"character {place + 1} of {len(key)} of the API key is {ascii(character)}, which no request can carry: use "
+        f"character {place + 1} of {len(key)} of the API key is {character!a}, which no request can carry: use "
         "printable ASCII without space at the ends (files of secrets often end with a line feed: use printf, or "
         "kubectl's --from-literal)"
     )

@@ -146,7 +146,9 @@ def planned(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.skipif(shutil.which("terraform") is None, reason="terraform is not installed")
-def test_terraform_takes_the_pages_variables_and_variants_and_keeps_the_api_closed_to_all_addresses(tmp_path: Path) -> None:
+def test_terraform_takes_the_pages_variables_and_variants_and_keeps_the_api_closed_to_all_addresses(
+    tmp_path: Path,
+) -> None:
     (words,) = (words for words in commands("terraform") if "apply" in words)
     options = words[words.index("apply") + 1 :]
     variants = re.findall(r"-var-file (\S+?\.tfvars)", PAGE)
