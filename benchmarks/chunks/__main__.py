@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from benchmarks.chunks.ablations import measure_ablations
 from benchmarks.chunks.answers import measure_answers, measure_curve
 from benchmarks.chunks.load import measure_load
 from benchmarks.chunks.ttft import measure_ttft
@@ -35,11 +36,12 @@ PARTS: dict[str, Callable[[BenchmarkPlan], Part]] = {
     "ttft": measure_ttft,
     "load": measure_load,
     "curve": measure_curve,
+    "ablations": measure_ablations,
 }
 
 main = benchmark(
     "bench-chunks",
-    "Measure chunk reuse: computed tokens, right answers by kind of question, several alphas, times alone and loaded.",
+    "Measure chunk reuse: computed tokens, right answers by kind, alphas, ablations, times alone and loaded.",
     PARTS,
     GOALS,
     """  python -m examples.demo_model_training.recurring --out build/recurring-questions.jsonl
