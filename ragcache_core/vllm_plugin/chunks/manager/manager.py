@@ -42,7 +42,7 @@ class ChunkManager:
         max_variants: of one chunk, the M of Cache-Craft §3.3.
     """
 
-    def __init__(self, ranks: ChunkEviction, *, num_pages: int, tokens_per_page: int, max_variants: int = 5) -> None:
+    def __init__(self, ranks: ChunkEviction, *, num_pages: int, tokens_per_page: int, max_variants: int) -> None:
         self.counters = ChunkCounters()
         self.now_s = 0.0
         """The current time, set by the owner."""
