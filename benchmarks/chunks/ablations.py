@@ -17,11 +17,15 @@ QUESTIONS = Path("build/deep-questions.jsonl")
 """Written by ``make bench-chunks`` first: the questions of docs/evaluate/chunk-reuse.md, "Four layers and twelve"."""
 _DEPENDENT = ("continued", "continued two-hop")
 _CACHE_CRAFT = ChunkReuse(selection="cache_craft", alpha=1.0)
-_METHODS = (
-    Method("as stored", _CACHE_CRAFT.model_copy(update={"alpha": 0.0})),
-    Method("cache_craft", _CACHE_CRAFT),
-    Method("without focus", _CACHE_CRAFT.model_copy(update={"focus": 0})),
-    *(Method(rule, _CACHE_CRAFT) for rule in RULES),
+_WHOLE_CHUNKS = ChunkReuse(alpha=1.4)
+_ALL_LAYERS = "all layers"
+_METHODS: tuple[tuple[Method, str | None], ...] = (
+    (Method("as stored", _CACHE_CRAFT.model_copy(update={"alpha": 0.0})), None),
+    (Method("cache_craft", _CACHE_CRAFT), None),
+    (Method("without focus", _CACHE_CRAFT.model_copy(update={"focus": 0})), None),
+    *((Method(rule, _CACHE_CRAFT), rule) for rule in RULES),
+    (Method("whole_chunks", _WHOLE_CHUNKS), None),
+    (Method("whole_chunks, all layers", _WHOLE_CHUNKS), _ALL_LAYERS),
 )
 
 
@@ -30,13 +34,13 @@ def measure_ablations(plan: BenchmarkPlan) -> Part:
     questions = read_questions(QUESTIONS, limit=20 if plan.is_quick else None)
     found: dict[str, list[QualitySummary]] = {}
     with TemporaryDirectory(prefix="ragcache-rules-") as folder:
-        for method in (FULL, PREFIX, *_METHODS):
-            env = environment(method.name, Path(folder)) if method.name in RULES else {}
+        for method, rule in ((FULL, None), (PREFIX, None), *_METHODS):
+            env = {} if rule is None else environment(rule, Path(folder))
             for _, answers in asked(plan, MODEL, questions, [method], env=env):
                 found[method.name] = summarise(method.name, answers)
     prefix = overall(found[PREFIX.name])
     figures = []
-    for method in _METHODS:
+    for method, _ in _METHODS:
         every = overall(found[method.name])
         hard = [summary for summary in found[method.name] if summary.kind in _DEPENDENT]
         num_hard = sum(summary.num_questions for summary in hard)
@@ -47,7 +51,8 @@ def measure_ablations(plan: BenchmarkPlan) -> Part:
                 round(every.exact_match, 4),
                 round(overall(found[FULL.name]).exact_match, 4),
                 note=f"computed {every.computed_ratio(prefix):.3f} of prefix caching, {every.recomputed:.3f} of reused "
-                f"documents; dependent questions {right:.3f}; ROUGE-L {every.rouge_l:.3f}",
+                f"documents; dependent questions {right:.3f}; ROUGE-L {every.rouge_l:.3f}; "
+                f"median TTFT {1000 * (every.ttft_s or 0.0):.0f} ms",
             )
         )
     details = {"model": MODEL, "summaries": [each.to_dict() for summaries in found.values() for each in summaries]}
