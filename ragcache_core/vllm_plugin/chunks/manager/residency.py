@@ -9,7 +9,6 @@ again when all workers have ended the step that called it off (:meth:`ChunkResid
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -56,7 +55,7 @@ class ChunkResidency:
         self.tokens_per_page = tokens_per_page
         self.disk: ChunkDisk | None = None
         self.chunks: dict[ChunkKey, StoredVariants] = {}
-        self.variants = VariantTable(sys.maxsize, max_variants)
+        self.variants = VariantTable(max_variants)
         self.num_used_disk_pages = 0
         self._ranks = ranks
         self._counters = counters
