@@ -134,7 +134,7 @@ class Replayed:
 def replay(trace: Trace, options: StoreOptions, *, seed: int, warm_up: int = 0, num_running: int = 32) -> Replayed:
     """Return what the requests of a trace, one after the other, compute and leave in a store."""
     replayed = Replayed()
-    store = _Store(options, seed)
+    store = _ReplayedStore(options, seed)
     running: deque[frozenset[int]] = deque(maxlen=num_running - 1)
     for number, request in enumerate(trace):
         plan = store.serve(request)
@@ -152,7 +152,7 @@ def replay(trace: Trace, options: StoreOptions, *, seed: int, warm_up: int = 0, 
     return replayed
 
 
-class _Store:
+class _ReplayedStore:
     def __init__(self, options: StoreOptions, seed: int) -> None:
         cost = PrefillCostModel.default()
         ranks = _RULES[options.eviction](KnowledgeTree(make_policy("mixture", cost)), cost)
