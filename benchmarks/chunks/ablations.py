@@ -17,15 +17,11 @@ QUESTIONS = Path("build/deep-questions.jsonl")
 """Written by ``make bench-chunks`` first: the questions of docs/evaluate/chunk-reuse.md, "Four layers and twelve"."""
 _DEPENDENT = ("continued", "continued two-hop")
 _CACHE_CRAFT = ChunkReuse(selection="cache_craft", alpha=1.0)
-_WHOLE_CHUNKS = ChunkReuse(alpha=1.4)
-_ALL_LAYERS = "all layers"
 _METHODS: tuple[tuple[Method, str | None], ...] = (
     (Method("as stored", _CACHE_CRAFT.model_copy(update={"alpha": 0.0})), None),
     (Method("cache_craft", _CACHE_CRAFT), None),
     (Method("without focus", _CACHE_CRAFT.model_copy(update={"focus": 0})), None),
     *((Method(rule, _CACHE_CRAFT), rule) for rule in RULES),
-    (Method("whole_chunks", _WHOLE_CHUNKS), None),
-    (Method("whole_chunks, all layers", _WHOLE_CHUNKS), _ALL_LAYERS),
 )
 
 
@@ -51,8 +47,7 @@ def measure_ablations(plan: BenchmarkPlan) -> Part:
                 round(every.exact_match, 4),
                 round(overall(found[FULL.name]).exact_match, 4),
                 note=f"computed {every.computed_ratio(prefix):.3f} of prefix caching, {every.recomputed:.3f} of reused "
-                f"documents; dependent questions {right:.3f}; ROUGE-L {every.rouge_l:.3f}; "
-                f"median TTFT {1000 * (every.ttft_s or 0.0):.0f} ms",
+                f"documents; dependent questions {right:.3f}; ROUGE-L {every.rouge_l:.3f}",
             )
         )
     details = {"model": MODEL, "summaries": [each.to_dict() for summaries in found.values() for each in summaries]}

@@ -43,19 +43,11 @@ def focus_above_entropy() -> None:
     focus.gap_cut = lambda descending: entropy_cut(descending, is_above_gap=True)
 
 
-def all_layers() -> None:
-    """Average attention over all layers (Eq. 10) in place of eight."""
-    from ragcache_core.vllm_plugin.chunks.compute import capture
-
-    capture.measured_layers = lambda num_layers: tuple(range(num_layers))
-
-
 RULES: Mapping[str, Callable[[], None]] = {
     "without beta": without_beta,
     "without CCI": without_impact,
     "focus by Algorithm 1": focus_by_entropy,
     "focus above Algorithm 1's gap": focus_above_entropy,
-    "all layers": all_layers,
 }
 
 
