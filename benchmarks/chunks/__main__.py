@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 from benchmarks.chunks.ablations import measure_ablations
 from benchmarks.chunks.answers import measure_answers, measure_curve
+from benchmarks.chunks.focus import measure_focus
 from benchmarks.chunks.layers import measure_layers
 from benchmarks.chunks.load import measure_load
 from benchmarks.chunks.ttft import measure_ttft
@@ -39,6 +40,7 @@ PARTS: dict[str, Callable[[BenchmarkPlan], Part]] = {
     "curve": measure_curve,
     "ablations": measure_ablations,
     "layers": measure_layers,
+    "focus": measure_focus,
 }
 
 main = benchmark(

@@ -5,20 +5,17 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
 from random import Random
 from statistics import correlation, fmean
-from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.chunks.ablations import MODEL, QUESTIONS
+from benchmarks.chunks.forward import attended
 from benchmarks.report import BenchmarkPlan, Figure, Part
 from ragcache_core.chunk.scores import neighbour_overlap, outward_attention
 from ragcache_core.chunk.selection import CacheCraftSelection, SelectableChunk
-from ragcache_core.chunk.types import ChunkSpan, ChunkStatistics, ChunkVariant, chunk_spans
-from ragcache_core.prompt import PromptLayout
+from ragcache_core.chunk.types import ChunkSpan, ChunkStatistics, ChunkVariant
 from ragcache_core.quality import Question, read_questions
 from ragcache_core.vllm_plugin.chunks.compute.attention_mass import measured_layers
 
@@ -47,7 +44,6 @@ def measure_layers(plan: BenchmarkPlan) -> Part:
     outward = [[outward_attention(one.statistics) for one in (both.some, both.every)] for both in moved]
     some, every = zip(*outward, strict=True)
     ratio = fmean(some) / fmean(every)
-    num_layers = _model().config.num_hidden_layers
     figures = [
         Figure("layers_outward", round(fmean(every), 4), round(fmean(some), 4), note=f"{len(moved)} captures"),
         Figure("layers_outward_correlation", round(correlation(some, every), 4)),
@@ -61,36 +57,14 @@ def measure_layers(plan: BenchmarkPlan) -> Part:
         note += f"{ratio * alpha:.2f} in {_agreement(at_some, scaled):.4f}"
         key = f"layers_recomputed_alpha_{alpha:g}"
         figures.append(Figure(key, round(fmean(at_every), 4), round(fmean(at_some), 4), note=note))
-    details = {"model": MODEL, "layers": list(measured_layers(num_layers)), "num_layers": num_layers}
-    return Part("none: every figure is of all layers, its baseline of the engine's", tuple(figures), details)
-
-
-@cache
-def _model() -> Any:
-    torch.set_num_threads(1)
-    return AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32, attn_implementation="eager").eval()
-
-
-@cache
-def _tokenizer() -> Any:
-    return AutoTokenizer.from_pretrained(MODEL)
+    return Part("none: every figure is of all layers, its baseline of the engine's", tuple(figures), {"model": MODEL})
 
 
 def _captured(question: Question) -> Iterator[_Both]:
-    model, tokenizer, layout = _model(), _tokenizer(), PromptLayout()
-    token_ids = tokenizer.encode(layout.static_prefix, add_special_tokens=False)
-    places = []
-    for document in question.documents:
-        encoded = tokenizer.encode(layout.document_format.format(text=document.text), add_special_tokens=False)
-        places.append((len(token_ids), len(token_ids) + len(encoded)))
-        token_ids += encoded
-    with torch.inference_mode():
-        layers = model(torch.tensor([token_ids]), output_attentions=True).attentions
-    heads = torch.stack([layer[0].mean(0) for layer in layers])  # [layers, tokens, tokens]
-    spans = chunk_spans(token_ids, places)
-    averages = [heads[list(measured_layers(len(heads)))].mean(0), heads.mean(0)]
-    for number, span in enumerate(spans):
-        yield _Both(*(_variant(mass, span, spans[:number]) for mass in averages))
+    prompt = attended(question)
+    averages = [prompt.layers[list(measured_layers(len(prompt.layers)))].mean(0), prompt.layers.mean(0)]
+    for number, span in enumerate(prompt.spans):
+        yield _Both(*(_variant(mass, span, prompt.spans[:number]) for mass in averages))
 
 
 def _variant(mass: torch.Tensor, span: ChunkSpan, before: Sequence[ChunkSpan]) -> ChunkVariant:
