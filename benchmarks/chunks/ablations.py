@@ -17,11 +17,11 @@ QUESTIONS = Path("build/deep-questions.jsonl")
 """Written by ``make bench-chunks`` first: the questions of docs/evaluate/chunk-reuse.md, "Four layers and twelve"."""
 _DEPENDENT = ("continued", "continued two-hop")
 _CACHE_CRAFT = ChunkReuse(selection="cache_craft", alpha=1.0)
-_METHODS: tuple[tuple[Method, str | None], ...] = (
-    (Method("as stored", _CACHE_CRAFT.model_copy(update={"alpha": 0.0})), None),
-    (Method("cache_craft", _CACHE_CRAFT), None),
-    (Method("without focus", _CACHE_CRAFT.model_copy(update={"focus": 0})), None),
-    *((Method(rule, _CACHE_CRAFT), rule) for rule in RULES),
+_METHODS = (
+    Method("as stored", _CACHE_CRAFT.model_copy(update={"alpha": 0.0})),
+    Method("cache_craft", _CACHE_CRAFT),
+    Method("without focus", _CACHE_CRAFT.model_copy(update={"focus": 0})),
+    *(Method(rule, _CACHE_CRAFT) for rule in RULES),
 )
 
 
@@ -30,13 +30,13 @@ def measure_ablations(plan: BenchmarkPlan) -> Part:
     questions = read_questions(QUESTIONS, limit=20 if plan.is_quick else None)
     found: dict[str, list[QualitySummary]] = {}
     with TemporaryDirectory(prefix="ragcache-rules-") as folder:
-        for method, rule in ((FULL, None), (PREFIX, None), *_METHODS):
-            env = {} if rule is None else environment(rule, Path(folder))
+        for method in (FULL, PREFIX, *_METHODS):
+            env = environment(method.name, Path(folder)) if method.name in RULES else {}
             for _, answers in asked(plan, MODEL, questions, [method], env=env):
                 found[method.name] = summarise(method.name, answers)
     prefix = overall(found[PREFIX.name])
     figures = []
-    for method, _ in _METHODS:
+    for method in _METHODS:
         every = overall(found[method.name])
         hard = [summary for summary in found[method.name] if summary.kind in _DEPENDENT]
         num_hard = sum(summary.num_questions for summary in hard)
