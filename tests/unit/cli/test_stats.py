@@ -235,7 +235,7 @@ def test_a_watch_fills_a_terminal_within_its_size_and_leaves_the_last_reading(
 def test_a_watch_on_a_terminal_waits_for_a_server_that_is_started_again(server: ScriptedServer) -> None:
     port = int(server.url.rpartition(":")[2])
     with watching(server, 30, 100) as watch:
-        read_until(watch.terminal, lambda text: HOME in text)
+        read_until(watch.terminal, lambda text: "policy mixture" in text)
         leave(server)
         said = read_until(watch.terminal, lambda text: "went away and is waited for" in text)
         said += read_until(watch.terminal, lambda text: HOME in text)
