@@ -10,7 +10,6 @@ import pytest
 from llama_index.core.instrumentation import get_dispatcher
 
 from ragcache_core.client import Engine
-from ragcache_core.client.prompts.retrieved_documents import RETRIEVED
 from tests.contracts.rag.frameworks import ANSWERS, ASKS, DEMO_MODEL, FRAMEWORKS, STREAMED, Framework, LlamaIndex
 from tests.support.scripted_server import IDLE, THREE_TIERS, ScriptedServer, Seen
 
@@ -46,14 +45,12 @@ def engine(server: ScriptedServer) -> Iterator[Engine]:
 
 @pytest.fixture
 def framework(request: pytest.FixtureRequest, engine: Engine) -> Iterator[Framework]:
-    RETRIEVED.clear()
     made = FRAMEWORKS[request.param](engine)
     if isinstance(made, LlamaIndex):
         get_dispatcher().add_event_handler(made.log)
     yield made
     if isinstance(made, LlamaIndex):
         get_dispatcher().event_handlers.remove(made.log)
-    RETRIEVED.clear()
 
 
 @pytest.fixture

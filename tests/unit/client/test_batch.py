@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from ragcache_core.client import Engine, Generation
+from ragcache_core.client import Engine
 from ragcache_core.client.generation import Prompt
 from ragcache_core.errors import ConfigError, RequestRejectedError
 from ragcache_core.prompt import PromptLayout
@@ -38,10 +38,6 @@ def prompts() -> list[Prompt]:
     made = [PromptLayout().messages([document], f"Number {i}?") for document in DOCUMENTS for i in range(3)]
     random.Random(0).shuffle(made)
     return list(made)
-
-
-def computed(answers: list[Generation]) -> int:
-    return sum(answer.stats.num_prompt_tokens - answer.stats.num_cached_tokens for answer in answers)
 
 
 async def test_answers_are_those_of_single_requests_in_the_callers_order(

@@ -15,7 +15,6 @@ from langchain_core.runnables import Runnable, RunnablePassthrough
 from langchain_tests.integration_tests import AsyncCacheTestSuite, SyncCacheTestSuite
 
 from ragcache_core.client import Engine
-from ragcache_core.client.prompts.retrieved_documents import RETRIEVED
 from ragcache_integrations.langchain import (
     ChatRAGCache,
     SemanticAnswerCache,
@@ -34,13 +33,6 @@ TEXTS = {
 QUESTION = "Which moon has seas of methane?"
 NEAR = "Which moon has the seas of methane?"
 EMBEDDING = TfidfSvdEmbeddings(list(TEXTS.values()), dimension=8)
-
-
-@pytest.fixture(autouse=True)
-def _nothing_retrieved() -> Iterator[None]:
-    RETRIEVED.clear()
-    yield
-    RETRIEVED.clear()
 
 
 @pytest.fixture

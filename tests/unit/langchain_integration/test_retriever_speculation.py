@@ -75,6 +75,3 @@ async def test_what_a_vector_database_finds_with_little_effort_is_prefilled_befo
     (warm,) = warmed()
     assert [document["id"] for document in warm.documents] == expected
     assert await asyncio.to_thread(eventually, lambda: server.confirmed == [warm.speculation])
-
-
-# What goes wrong

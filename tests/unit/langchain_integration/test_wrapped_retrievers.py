@@ -15,7 +15,6 @@ from langchain_core.runnables import RunnablePassthrough
 from langchain_core.stores import InMemoryStore
 
 from ragcache_core.client import Engine
-from ragcache_core.client.prompts.retrieved_documents import RETRIEVED
 from ragcache_integrations.langchain import (
     ChatRAGCache,
     RAGCacheRetriever,
@@ -37,13 +36,6 @@ pytestmark = pytest.mark.usefixtures("idle")
 
 QUESTION = "Which moon has seas of methane?"
 REWORDED = FakeListLLM(responses=["Where are seas of methane?\nWhich moon is orange?"])
-
-
-@pytest.fixture(autouse=True)
-def _nothing_retrieved() -> Iterator[None]:
-    RETRIEVED.clear()
-    yield
-    RETRIEVED.clear()
 
 
 @pytest.fixture

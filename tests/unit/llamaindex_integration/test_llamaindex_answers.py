@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 from llama_index.core import Document as LlamaDocument
 from llama_index.core import VectorStoreIndex
 
 from ragcache_core.client import Engine
-from ragcache_core.client.prompts.retrieved_documents import RETRIEVED
 from ragcache_integrations.llamaindex import (
     AnswerCache,
     CachedAnswerEvent,
@@ -28,13 +25,6 @@ TEXTS = {
 QUESTION = "Which moon has seas of methane?"
 NEAR = "Which moon has the seas of methane?"
 EMBEDDING = TfidfSvdEmbedding(list(TEXTS.values()), dimension=8)
-
-
-@pytest.fixture(autouse=True)
-def _nothing_retrieved() -> Iterator[None]:
-    RETRIEVED.clear()
-    yield
-    RETRIEVED.clear()
 
 
 @pytest.fixture

@@ -140,12 +140,6 @@ async def test_synthesize_answers_from_the_given_nodes(
     assert zor.node.get_content() not in server.requests[-1].user_text
 
 
-# As a tool
-
-
-# In a workflow
-
-
 def test_settings_of_a_query_engine_are_those_of_its_llms_requests(
     retriever: ListRetriever, llm: RAGCacheLLM, server: ScriptedServer
 ) -> None:

@@ -16,7 +16,6 @@ from llama_index.core.retrievers import QueryFusionRetriever
 from llama_index.core.tools import QueryEngineTool
 
 from ragcache_core.client import Engine
-from ragcache_core.client.prompts.retrieved_documents import RETRIEVED
 from ragcache_core.retrieval import DocumentStore
 from ragcache_core.types import Document
 from ragcache_integrations.llamaindex import CacheStatsEvent, RAGCacheLLM, RAGCacheRetriever, TfidfSvdEmbedding
@@ -32,13 +31,6 @@ pytestmark = pytest.mark.usefixtures("idle")
 
 QUESTION = "Which moon has seas of methane?"
 EMBEDDING = TfidfSvdEmbedding(list(TEXTS.values()), dimension=8)
-
-
-@pytest.fixture(autouse=True)
-def _nothing_retrieved() -> Iterator[None]:
-    RETRIEVED.clear()
-    yield
-    RETRIEVED.clear()
 
 
 @pytest.fixture(params=["ours", "others"])
