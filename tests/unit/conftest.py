@@ -8,10 +8,25 @@ from functools import cache
 import pytest
 
 from ragcache_core.chunkstore.slotfile import SlotFile
-from tests.support.scripted_server import IDLE, ScriptedServer, Seen
+from ragcache_core.client import Engine
+from tests.support.scripted_server import IDLE, THREE_TIERS, ScriptedServer, Seen
 
 # Clients of scripted servers check no certificate, and reading the authorities' for each takes longer than most tests.
 ssl.create_default_context = cache(ssl.create_default_context)
+
+
+@pytest.fixture
+def server(demo_model: str) -> Iterator[ScriptedServer]:
+    """RAGCache's server over the demo model, scripted, with three tiers."""
+    with ScriptedServer(api_key="secret", root=demo_model, cache=THREE_TIERS) as running:
+        yield running
+
+
+@pytest.fixture
+def engine(server: ScriptedServer) -> Iterator[Engine]:
+    """A handle of the scripted server."""
+    with Engine.connect(server.url, api_key=server.api_key) as connected:
+        yield connected
 
 
 @pytest.fixture

@@ -27,12 +27,6 @@ def server(demo_model: str) -> Iterator[ScriptedServer]:
 
 
 @pytest.fixture
-def engine(server: ScriptedServer) -> Iterator[Engine]:
-    with Engine.connect(server.url) as engine:
-        yield engine
-
-
-@pytest.fixture
 def prompts() -> list[Prompt]:
     """Three questions about each document, in no order."""
     made = [PromptLayout().messages([document], f"Number {i}?") for document in DOCUMENTS for i in range(3)]

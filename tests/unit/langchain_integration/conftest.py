@@ -36,12 +36,6 @@ def server(_server: ScriptedServer) -> ScriptedServer:
 
 
 @pytest.fixture
-def engine(server: ScriptedServer) -> Iterator[Engine]:
-    with Engine.connect(server.url, api_key=API_KEY) as engine:
-        yield engine
-
-
-@pytest.fixture
 def llm(engine: Engine) -> ChatRAGCache:
     return ChatRAGCache(engine=engine)
 
