@@ -272,14 +272,7 @@ def index(
     unchanged. A document or directory that cannot be read is reported and left out, and its stored documents stay; the
     exit code is 1 then, and 0 with --skip-errors.
     """
-    from ragcache_core.ingest import (
-        FileLimits,
-        FileOrigin,
-        compare,
-        read_origins,
-        write_chunking,
-        write_origins,
-    )
+    from ragcache_core.ingest import FileLimits, FileOrigin, compare, read_origins, write_chunking, write_origins
 
     splitting, chunking = choose_splitting(store, chunks)
     with options_in_cli_wording(click.get_current_context().command):

@@ -24,12 +24,7 @@ from ragcache_core.cli.warming import (
     receipt_line,
     warm_engine,
 )
-from ragcache_core.errors import (
-    ConfigError,
-    EngineDiedError,
-    EngineTimeoutError,
-    EngineUnreachableError,
-)
+from ragcache_core.errors import ConfigError, EngineDiedError, EngineTimeoutError, EngineUnreachableError
 
 if TYPE_CHECKING:
     from ragcache_core.client import Engine

@@ -5,10 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ragcache_core.vllm_plugin.compat import (
-    KVConnectorStats,
-    OffloadingConnectorStats,
-)
+from ragcache_core.vllm_plugin.compat import KVConnectorStats, OffloadingConnectorStats
 
 _LOAD = ("num_pending_prefills", "pending_prefill_s", "has_room")
 _PARTS = ("requests", "engine", "offload", "waited_s")

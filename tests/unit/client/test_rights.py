@@ -13,11 +13,7 @@ from hypothesis import strategies as st
 from ragcache_core import ConfigError, Document, PromptLayout
 from ragcache_core.client import Engine
 from ragcache_core.client.prompts.bound_prompt import KVScope
-from ragcache_core.client.prompts.request_plan import (
-    DocumentFacts,
-    RememberedDocuments,
-    merge_bodies,
-)
+from ragcache_core.client.prompts.request_plan import DocumentFacts, RememberedDocuments, merge_bodies
 from ragcache_core.client.prompts.retrieved_documents import RETRIEVED
 from ragcache_core.runtime.rights import joined_salt, rights_salt
 from tests.support.scripted_server import ScriptedServer

@@ -14,12 +14,7 @@ from langchain_core.runnables import RunnablePassthrough
 from pydantic import ConfigDict
 
 from ragcache_core.client import Engine
-from ragcache_integrations.langchain import (
-    ChatRAGCache,
-    RAGCacheRetriever,
-    format_documents,
-    prompt_from_layout,
-)
+from ragcache_integrations.langchain import ChatRAGCache, RAGCacheRetriever, format_documents, prompt_from_layout
 from tests.support.scripted_server import ScriptedServer, Seen
 from tests.support.scripted_source import QUESTION, ScriptedSource, Stage
 from tests.support.waiting import until

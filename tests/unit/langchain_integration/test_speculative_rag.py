@@ -29,11 +29,7 @@ from ragcache_integrations.langchain import (
 )
 from tests.contracts.rag.frameworks import LANGCHAIN_WAYS
 from tests.support.scripted_server import Reply, ScriptedServer
-from tests.support.scripted_source import (
-    DOCUMENTS,
-    QUESTION,
-    Stage,
-)
+from tests.support.scripted_source import DOCUMENTS, QUESTION, Stage
 
 each_way = pytest.mark.parametrize("way", LANGCHAIN_WAYS)
 Eventually = Callable[[Callable[[], bool]], bool]

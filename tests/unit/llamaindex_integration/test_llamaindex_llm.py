@@ -16,15 +16,9 @@ from llama_index.core.instrumentation.events.llm import (
 from llama_index.core.tools import FunctionTool
 
 from ragcache_core.client import Engine
-from ragcache_core.errors import (
-    ConfigError,
-    RequestRejectedError,
-)
+from ragcache_core.errors import ConfigError, RequestRejectedError
 from ragcache_core.stats import request_stats_from_dict
-from ragcache_integrations.llamaindex import (
-    CacheStatsEvent,
-    RAGCacheLLM,
-)
+from ragcache_integrations.llamaindex import CacheStatsEvent, RAGCacheLLM
 from tests.contracts.rag.frameworks import LlamaIndex
 from tests.support.scripted_server import Refusal, Reply, ScriptedServer
 from tests.unit.llamaindex_integration.conftest import EventLog

@@ -13,16 +13,10 @@ from llama_index.core.schema import NodeWithScore, QueryBundle
 from llama_index.core.tools import QueryEngineTool
 
 from ragcache_core.client import Engine
-from ragcache_integrations.llamaindex import (
-    RAGCacheLLM,
-)
+from ragcache_integrations.llamaindex import RAGCacheLLM
 from tests.contracts.rag.frameworks import LlamaIndex
 from tests.support.scripted_server import ScriptedServer
-from tests.support.scripted_source import (
-    QUESTION,
-    Stage,
-    expected,
-)
+from tests.support.scripted_source import QUESTION, Stage, expected
 
 pytestmark = [
     pytest.mark.usefixtures("idle"),

@@ -26,11 +26,7 @@ from ragcache_core.stats import (
     Series,
 )
 from ragcache_core.types import Origin
-from ragcache_core.vllm_plugin.compat import (
-    KVConnectorPromMetrics,
-    OffloadPromMetrics,
-    front_end_of,
-)
+from ragcache_core.vllm_plugin.compat import KVConnectorPromMetrics, OffloadPromMetrics, front_end_of
 from ragcache_core.vllm_plugin.release import settings_in_force, unsupported_reason
 from ragcache_core.vllm_plugin.server.engine_view import received
 
