@@ -1,4 +1,4 @@
-"""The connectors' reports of each request's life, and the connector with the GPU tier only.
+"""The connectors' reports of each request's life and of a step, and the connector with the GPU tier only.
 
 vLLM hands ``kv_transfer_params`` to a KV connector only, so this is one. Metadata that contradicts the prompt is
 ignored for that request, counted, and logged the first time, never an error: it distorts what is kept at most, and
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -28,12 +28,12 @@ from ragcache_core.vllm_plugin.compat import (
     KVConnectorPromMetrics,
     KVConnectorRole,
     KVConnectorStats,
+    OffloadingConnectorStats,
     connector_of_this_worker,
     kv_bytes_per_block,
 )
 from ragcache_core.vllm_plugin.connector.adapter_keys import AdapterKeys
 from ragcache_core.vllm_plugin.connector.minimal import MinimalConnector
-from ragcache_core.vllm_plugin.connector.step_stats import RAGCacheStats
 from ragcache_core.vllm_plugin.offload.worker_memory import Rank, WorkerMemory
 from ragcache_core.vllm_plugin.server.metrics.prometheus import RAGCachePromMetrics
 from ragcache_core.wire import KEY, RequestMetadata, decode_kv_transfer_params, decode_speculation, tile
@@ -46,7 +46,69 @@ if TYPE_CHECKING:
 
     from ragcache_core.vllm_plugin.cache.controller import CacheController
     from ragcache_core.vllm_plugin.chunks.audits import AnswerAudits
-    from ragcache_core.vllm_plugin.compat import KVConnectorStats
+
+_LOAD = ("num_pending_prefills", "pending_prefill_s", "has_room")
+_PARTS = ("requests", "engine", "offload", "waited_s")
+
+
+class RAGCacheStats(KVConnectorStats):
+    """The statistics of a step.
+
+    ``data`` holds ``requests`` by id, the latest ``engine`` report or None, the data of vLLM's offloading, how long
+    each speculation that was admitted has ``waited_s``, with its tenant, and ``num_pending_prefills``, with how long
+    they take, and ``has_room`` where they have changed.
+    """
+
+    @classmethod
+    def of(
+        cls,
+        *,
+        requests: dict[str, Any],
+        engine: dict[str, Any] | None,
+        offload: KVConnectorStats | None,
+        waited_s: Mapping[str, tuple[float, str | None]] | None = None,
+        num_pending_prefills: int | None = None,
+        pending_prefill_s: float | None = None,
+        has_room: bool | None = None,
+    ) -> RAGCacheStats:
+        """Return the statistics of one step."""
+        below = offload.data if offload else None
+        return cls(
+            data={
+                "requests": requests,
+                "engine": engine,
+                "offload": below,
+                "waited_s": dict(waited_s or {}),
+                "num_pending_prefills": num_pending_prefills,
+                "pending_prefill_s": pending_prefill_s,
+                "has_room": has_room,
+            }
+        )
+
+    def is_empty(self) -> bool:
+        has_load = any(self.data.get(part) is not None for part in _LOAD)
+        return not (has_load or any(self.data.get(part) for part in _PARTS))
+
+    def reset(self) -> None:
+        self.data: dict[str, Any] = {}
+
+    def aggregate(self, other: KVConnectorStats) -> RAGCacheStats:
+        """Return both as one; ``other`` is later."""
+        offload = [OffloadingConnectorStats(data=s.data["offload"]) for s in (self, other) if s.data.get("offload")]
+        requests = {**(self.data.get("requests") or {}), **(other.data.get("requests") or {})}
+        merged = offload[0].aggregate(offload[1]) if len(offload) == 2 else next(iter(offload), None)
+        engine = other.data.get("engine") or self.data.get("engine")
+        waited_s = {**(self.data.get("waited_s") or {}), **(other.data.get("waited_s") or {})}
+        load = {
+            part: self.data.get(part) if (part_value := other.data.get(part)) is None else part_value for part in _LOAD
+        }
+        return self.of(requests=requests, engine=engine, offload=merged, waited_s=waited_s, **load)
+
+    def reduce(self) -> dict[str, int | float]:
+        """Return a line for vLLM's log."""
+        offload = self.data.get("offload")
+        line: dict[str, int | float] = OffloadingConnectorStats(data=offload).reduce() if offload else {}
+        return {**line, "ragcache_requests": len(self.data.get("requests") or {})}
 
 
 _REPORT_EVERY_S = 1.0
