@@ -23,15 +23,9 @@ from ragcache_integrations.langchain import (
     format_documents,
     prompt_from_layout,
 )
+from tests.support.moons import NEAR, QUESTION, TEXTS
 from tests.support.scripted_server import ScriptedServer
 
-TEXTS = {
-    "ganymede": "Ganymede is the largest moon of Jupiter, larger than the planet Mercury.",
-    "titan": "Titan is a moon of Saturn with seas of methane and a thick orange sky.",
-    "ceres": "Ceres is the largest body between Mars and Jupiter, found by Giuseppe Piazzi.",
-}
-QUESTION = "Which moon has seas of methane?"
-NEAR = "Which moon has the seas of methane?"
 EMBEDDING = TfidfSvdEmbeddings(list(TEXTS.values()), dimension=8)
 
 

@@ -112,7 +112,7 @@ class Founder(BaseModel):
 def model(request: pytest.FixtureRequest, engine: Engine, server: ScriptedServer) -> ChatRAGCache:
     if request.param == "engine":
         return ChatRAGCache(engine=engine)
-    joined = ChatRAGCache(base_url=server.base_url, api_key="test-key")
+    joined = ChatRAGCache(base_url=server.base_url, api_key=server.api_key)
     joined.connect()
     return joined
 

@@ -12,13 +12,7 @@ from langchain_core.runnables import Runnable, RunnablePassthrough
 from langchain_core.vectorstores import InMemoryVectorStore
 
 from ragcache_integrations.langchain import ChatRAGCache, TfidfSvdEmbeddings
-
-TEXTS = {
-    "ganymede": "Ganymede is the largest moon of Jupiter, larger than the planet Mercury.",
-    "titan": "Titan is a moon of Saturn with seas of methane and a thick orange sky.",
-    "ceres": "Ceres is the largest body between Mars and Jupiter, found by Giuseppe Piazzi.",
-}
-QUESTION = "Which moon has seas of methane?"
+from tests.support.moons import QUESTION, TEXTS
 
 
 @pytest.fixture
