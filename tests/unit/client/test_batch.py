@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -18,12 +17,6 @@ from tests.support.scripted_server import Refusal, Reply, ScriptedServer, Seen
 from tests.support.waiting import until
 
 DOCUMENTS = [Document(name, f"{name} is a river. " * 9) for name in ("mel", "oru", "tar")]
-
-
-@pytest.fixture
-def server(demo_model: str) -> Iterator[ScriptedServer]:
-    with ScriptedServer(root=demo_model) as running:
-        yield running
 
 
 @pytest.fixture
