@@ -41,8 +41,8 @@ logger = logger_of(__name__)
 CODEC = "blosc2"
 """Name of the codec in the record of a compressed chunk."""
 HINT = "pip install 'ragcache[compression]'"
-MOST_CHUNKS_PER_SLOT = 2
-"""A tier of compressed chunks holds at most this many times the chunks that fit uncompressed."""
+_CHUNKS_PER_SLOT = 2
+_CHUNKS_PER_SLOT_INT8 = 5
 _LARGEST_SHARE = 0.95
 _SLOWEST_LOAD = 1.5
 _LINK_BYTES = 8 << 20
@@ -134,6 +134,7 @@ class Compression:
 
     Attributes:
         is_on: whether chunks may be packed.
+        chunks_per_slot: how many times the chunks that fit uncompressed a tier may hold.
     """
 
     def __init__(
@@ -166,6 +167,7 @@ class Compression:
             self.stop(f"to compress it, {HINT}")
         self._names = ("lz4", "zstd") if setting == "auto" else (setting,)
         self._is_auto = setting == "auto"
+        self.chunks_per_slot = _CHUNKS_PER_SLOT_INT8 if setting == "int8" else _CHUNKS_PER_SLOT
         if setting == "int8":
             self._method, self._is_decided = Packing(setting, 1, number_type), True
         self._num_cores = min(num_readers, max((os.cpu_count() or 1) // 2, 1))

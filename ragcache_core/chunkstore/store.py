@@ -35,7 +35,7 @@ from ragcache_core.chunkstore.chunks import (
     checksum,
     contiguous,
 )
-from ragcache_core.chunkstore.compression import MOST_CHUNKS_PER_SLOT, Compression, FrameBuffers
+from ragcache_core.chunkstore.compression import Compression, FrameBuffers
 from ragcache_core.chunkstore.encryption import EncryptedSlotFile, Keys
 from ragcache_core.chunkstore.index import IndexDamagedError, write_error
 from ragcache_core.chunkstore.namespace import (
@@ -151,11 +151,12 @@ class ChunkStore:
                 opened.callback(self._file.close)
                 num_slots = check_capacity(self.path, capacity_bytes, self._file.slot_bytes)
                 self.capacity_bytes = num_slots * self._file.slot_bytes
-                self._is_packed = compression is not None and compression.is_on
                 if compression is not None and compression.is_on and not self._file.can_free():
                     compression.stop(f"the file system of {directory} takes back no space inside a file")
-                    self._is_packed = False
-                self.num_slots = num_slots * (MOST_CHUNKS_PER_SLOT if self._is_packed else 1)
+                self._is_packed = compression is not None and compression.is_on
+                self.num_slots = num_slots
+                if compression is not None and compression.is_on:
+                    self.num_slots *= compression.chunks_per_slot
                 self._index, self._loaded = open_index(self.path, self._file, self.num_slots, self.capacity_bytes)
                 self._num_resets += self._loaded.num_resets
                 opened.callback(self._index.close)

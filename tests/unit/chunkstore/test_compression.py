@@ -187,6 +187,24 @@ def test_more_chunks_fit_and_the_file_never_exceeds_the_capacity(opening: Openin
     assert all(read(store, name) == kv(name) for name in stored)
 
 
+def test_numbers_of_eight_bits_take_less_than_half_and_come_back_the_same_after_a_restart(opening: Opening) -> None:
+    def int8_store() -> ChunkStore:
+        packing = Compression("int8", "The test's store", number_type="float32")
+        return opening(8, chunk_bytes=CHUNK_BYTES, compression=packing)
+
+    names = keys(20)
+    chunks = {name: np.random.default_rng(list(name)).standard_normal(CHUNK_BYTES // 4, np.float32) for name in names}
+    with int8_store() as store:
+        assert store.write_many([ChunkWrite(name, chunks[name].tobytes()) for name in names]) == names
+        assert store.stats.used_bytes <= 8 * CHUNK_BYTES
+        before = {name: read(store, name) for name in names}
+    with int8_store() as store:
+        for name in names:
+            assert (data := read(store, name)) == before[name]
+            assert data is not None
+            assert 0.0 < np.abs(np.frombuffer(data, np.float32) - chunks[name]).max() < 0.05
+
+
 def test_a_write_without_enough_bytes_is_refused_as_a_whole(opening: Opening) -> None:
     store = packed_store(opening, num_slots=4)
     store.write_many(kv_writes(keys(4)))
