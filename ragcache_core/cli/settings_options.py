@@ -22,7 +22,7 @@ _Command = TypeVar("_Command", bound=Callable[..., Any])
 
 
 class Listed(click.ParamType[Any]):
-    """Comma-separated values, each once if they are a set: of ``choices``, or finite numbers of at least ``least``."""
+    """Comma-separated values, each once if they are a set: of ``choices``, or numbers, which ``least`` bounds."""
 
     name = "list"
 
@@ -31,7 +31,7 @@ class Listed(click.ParamType[Any]):
         choices: Sequence[str] = (),
         number: type[int | float] = int,
         *,
-        least: float = -math.inf,
+        least: float | None = None,
         is_set: bool = True,
     ) -> None:
         self._choices = tuple(choices)
@@ -51,7 +51,7 @@ class Listed(click.ParamType[Any]):
             values = words if self._choices else [self._number(word) for word in words]
         except ValueError:
             self.fail(f"{value!r} are no numbers with commas between them.", param, ctx)
-        if not self._choices and not all(self._least <= number < math.inf for number in values):
+        if self._least is not None and not all(self._least <= number < math.inf for number in values):
             self.fail(f"{value!r} are not all finite numbers of at least {self._least:g}.", param, ctx)
         return tuple(dict.fromkeys(values) if self._is_set else values)
 

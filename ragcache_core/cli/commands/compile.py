@@ -128,6 +128,7 @@ def compile_(
     names = ("from_log", "trace", "top", "k", "document_order", "embedder", "cost_model")
     of_layout = ("static_prefix", "document_format", "question_format")
     expectation = {name: settings.pop(name) for name in (*names, *of_layout)}
+    layout = layout_of(expectation)
     check_vllm_args(vllm_args)
     check_sources(expectation)
     check_output("--output", output, filter(None, (expectation["from_log"], expectation["trace"])))
@@ -150,13 +151,7 @@ def compile_(
             options_in_cli_wording(compile_),
         ):
             plan = plan_of(
-                engine,
-                documents,
-                expected,
-                layout_of(expectation),
-                budget,
-                expectation["cost_model"],
-                num_forecasts=_NUM_FORECASTS,
+                engine, documents, expected, layout, budget, expectation["cost_model"], num_forecasts=_NUM_FORECASTS
             )
             facts = {"model": model, "store": str(store), "shared": cache.shared, **plan_to_dict(plan, expected)}
             facts["forecasts"] = [

@@ -99,9 +99,9 @@ def warm(
     check_sources(settings)
     check_output("--output", output, filter(None, (settings["from_log"], settings["trace"])))
     with open_store(store, settings["embedder"], read_only=True) as documents:
-        expected = read_expected(documents, settings)
+        expected, layout = read_expected(documents, settings), layout_of(settings)
         with _joined(url, api_key, wait_s) as engine, options_in_cli_wording(warm):
-            plan = plan_of(engine, documents, expected, layout_of(settings), settings["budget"], settings["cost_model"])
+            plan = plan_of(engine, documents, expected, layout, settings["budget"], settings["cost_model"])
             report_data = {**_facts(engine, store), **plan_to_dict(plan, expected)}
             if not as_json:
                 click.echo("\n".join(lines_of(plan, expected)))
