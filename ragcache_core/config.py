@@ -227,6 +227,10 @@ class ChunkReuse(ChunkReuseRequest):
     share: Annotated[float, Field(gt=0, le=1, strict=True)] = 0.5
     """Share of ``host_bytes`` and ``disk_bytes`` for chunks. The rest is for exact prefixes."""
 
+    max_variants: Annotated[int, Field(ge=1, le=64, strict=True)] = 5
+    """Cached versions of a document, each computed behind other documents (the M of Cache-Craft §3.3). A further one
+    replaces the one that saved least."""
+
     is_default: bool = True
     """Whether requests without a setting of their own reuse chunks."""
 

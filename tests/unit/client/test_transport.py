@@ -430,6 +430,28 @@ def test_waiting_for_a_restart_ends_with_the_requests_own_timeout(server: FakeSe
         asyncio.run(ask())
 
 
+@both
+@pytest.mark.parametrize("retry_timeout_s", [None, 60.0])
+def test_the_tokens_of_a_prompt_are_waited_for_as_long_as_its_completion(
+    server: FakeServer, ask: Ask, retry_timeout_s: float | None
+) -> None:
+    """A large model takes longer to load again than its tokenizer may take to answer."""
+
+    class BackAfterTheTimeout(NeverBack):
+        def health(self) -> Health:
+            if self.suspected and time.monotonic() > self.began_s + 0.8:
+                self._health = Health.READY
+                self._alive = True
+            return super().health()
+
+    watch = BackAfterTheTimeout("is back later")
+    watch.began_s, watch.retry_timeout_s = time.monotonic(), retry_timeout_s  # type: ignore[attr-defined]
+    server.url = server.url.replace("/v1/completions", "/v1/ragcache/prompt")
+    server.script = [cut, fine]
+    assert ask(server, watch, timeout_s=0.2) == b"data: token\n\n"
+    assert len(server.bodies) == 2
+
+
 @pytest.mark.parametrize("death", [engine_dead, engine_dead_in_stream, cut])
 def test_a_request_with_one_try_neither_waits_nor_requests_a_health_check(server: FakeServer, death: Answer) -> None:
     server.script, watch = [death, death, fine, fine], FakeWatch("restarts")

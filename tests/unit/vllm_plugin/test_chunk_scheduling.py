@@ -49,7 +49,7 @@ class Bench:
         self.token_inter = token_inter
         cost = PrefillCostModel.default()
         ranks = ChunkEviction(KnowledgeTree(make_policy("lru", cost)), cost)
-        library = ChunkManager(ranks, num_pages=num_pages, tokens_per_page=_T)
+        library = ChunkManager(ranks, num_pages=num_pages, tokens_per_page=_T, max_variants=5)
         self.disk = FakeDisk(num_disk_pages)
         if num_disk_pages:
             library.open_disk(self.disk)  # type: ignore[arg-type]  # a fake
