@@ -23,7 +23,7 @@ from ragcache_core.types import PromptSegment, SegmentKind, Tier
 from ragcache_core.vllm_plugin.cache.controller import CacheController, TierReport
 from ragcache_core.vllm_plugin.chunks.manager.manager import ChunkManager
 from ragcache_core.vllm_plugin.compat import broadcast_to_api_servers
-from ragcache_core.vllm_plugin.connector.step_stats import RAGCacheStats
+from ragcache_core.vllm_plugin.connector.gpu_connector import RAGCacheStats
 from ragcache_core.vllm_plugin.server import routes
 from ragcache_core.vllm_plugin.server.engine_view import Received
 from ragcache_core.vllm_plugin.server.metrics.prometheus import RAGCachePromMetrics

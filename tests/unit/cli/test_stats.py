@@ -33,10 +33,9 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 @pytest.fixture
-def server(demo_model: str) -> Iterator[ScriptedServer]:
-    with ScriptedServer(api_key="secret", root=demo_model, cache=THREE_TIERS) as running:
-        running.counters["query"], running.counters["hit"] = 8192, 4096
-        yield running
+def server(server: ScriptedServer) -> ScriptedServer:
+    server.counters["query"], server.counters["hit"] = 8192, 4096
+    return server
 
 
 def stats(server: ScriptedServer, *options: str) -> Result:
