@@ -168,7 +168,7 @@ class CacheController:
         self._chunks = chunks
         self.speculations = QueuedSpeculations()
         is_cache_aware = settings.queue == "cache_aware"
-        self.is_queue_ordered = is_cache_aware or settings.max_prefill_bs > 0
+        self.is_queue_ordered = is_cache_aware or settings.speculates
         self._queued = QueuedPrefixes(self.tree, max_protected_units, follows_changes=self.is_queue_ordered)
         self.queue: CacheAwareQueue[Any] = CacheAwareQueue(
             lambda request: self.order_priority(request.request_id),
