@@ -150,10 +150,10 @@ class MixturePolicy(ReplacementPolicy):
 
     def rank(self, stats: NodeStats, clock: float) -> float:
         node_id, uses = stats.id, stats.frequency
-        if not uses or node_id >= len(self._classes) or (kind := self._classes[node_id]) == _UNSEEN:
-            return math.log(_LEAST_RATE)
         if stats.turn:
             return float(stats.last_request)
+        if not uses or node_id >= len(self._classes) or (kind := self._classes[node_id]) == _UNSEEN:
+            return math.log(_LEAST_RATE)
         age = self._now - self._last[node_id]
         short, long, whole = self._uses
         fading_short, fading_long, _ = self._fadings
