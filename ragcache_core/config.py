@@ -31,7 +31,7 @@ from ragcache_core.types import SelectionName
 
 PolicyName = Literal["pgdsf", "gdsf", "lru", "lfu", "s3fifo", "arc", "mixture"]
 """Name of a replacement policy."""
-CompressionName = Literal["auto", "off", "lz4", "zstd"]
+CompressionName = Literal["auto", "off", "lz4", "zstd", "int8"]
 """How KV on disk and in a shared store is compressed."""
 QueueOrder = Literal["cache_aware", "fifo"]
 """Which waiting request is next: the one with the most cached tokens, or the one that came first."""
@@ -110,9 +110,14 @@ def keeping(connectors: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def check_connectors(
-    connectors: Sequence[Mapping[str, Any]], *, reuses_chunks: bool = False, max_age: float | None = None
+    connectors: Sequence[Mapping[str, Any]], *, approximation: str | None = None, max_age: float | None = None
 ) -> None:
     """Reject vLLM connectors that do not work with RAGCache, given as in its ``kv_transfer_config``.
+
+    Args:
+        connectors: their settings.
+        approximation: the setting with which RAGCache's KV is approximate.
+        max_age: ``CacheConfig.max_age``.
 
     Raises:
         ValueError: with what to leave out.
@@ -131,10 +136,10 @@ def check_connectors(
             )
         if "engine_id" in connector:
             raise ValueError(f"connectors has an engine_id for {name}: leave it out, all have the engine's")
-    if connectors and reuses_chunks:
+    if connectors and approximation is not None:
         raise ValueError(
-            f"chunk_reuse is set beside {_names(connectors)}, which would keep approximate KV as if it were exact: "
-            "leave chunk_reuse or connectors out"
+            f"{approximation} is set beside {_names(connectors)}, which would keep approximate KV as if it were exact: "
+            f"leave {approximation} or connectors out"
         )
     if max_age is not None and (keepers := keeping(connectors)):
         raise ValueError(
@@ -293,7 +298,8 @@ class CacheConfig(_Settings):
     compression: CompressionName = "auto"
     """How KV on disk and in a ``shared`` store is compressed, without loss: by ``lz4``, by ``zstd``, which keeps fewer
     bytes and is slower, or not at all (``off``). ``auto`` chooses for each tier, by the measured speed of the tier and
-    of the cores; without ``ragcache[compression]`` it is ``off``."""
+    of the cores; without ``ragcache[compression]`` it is ``off``. ``int8`` is approximate: it stores 8-bit numbers,
+    compressed, and answers may differ. It has folders and objects of its own."""
 
     tenants: Annotated[Path, BeforeValidator(_parse_file)] | None = None
     """A TOML file of tenants and collections: their API keys, shares and quotas. By default all clients with the
@@ -399,6 +405,11 @@ class CacheConfig(_Settings):
                 f"CacheConfig.compression is {self.compression!r} but disk_bytes is 0: set disk_bytes or shared, whose "
                 "KV it compresses, or leave compression out"
             )
+        if self.compression == "int8" and self.chunk_reuse is not None:
+            raise ValueError(
+                "CacheConfig.compression is 'int8' and chunk_reuse is set: the audits of one approximation would take "
+                "the other for exact, so leave one of them out"
+            )
         if self.disk_bytes and self.host_bytes == 0:
             raise ValueError(
                 f"CacheConfig.disk_bytes is {_shown(self.disk_bytes)} but host_bytes is 0: documents reach the disk "
@@ -410,10 +421,17 @@ class CacheConfig(_Settings):
                 "set host_bytes or leave chunk_reuse out"
             )
         try:
-            check_connectors(self.connectors, reuses_chunks=self.chunk_reuse is not None, max_age=self.max_age)
+            check_connectors(self.connectors, approximation=self.approximation, max_age=self.max_age)
         except ValueError as error:
             raise ValueError(f"CacheConfig.{error}") from error
         return self
+
+    @property
+    def approximation(self) -> str | None:
+        """The setting with which answers may be approximate."""
+        if self.chunk_reuse is not None:
+            return "chunk_reuse"
+        return "compression='int8'" if self.compression == "int8" else None
 
     @property
     def folder(self) -> Path:

@@ -20,7 +20,7 @@ from ragcache_core.sim.traces.workload import document_tokens
 from ragcache_core.stats import TierStats
 
 _DTYPE = "bfloat16"
-_SETTINGS: tuple[CompressionName, ...] = ("off", "auto", "lz4")
+_SETTINGS: tuple[CompressionName, ...] = ("off", "auto", "lz4", "int8")
 _MAX_MODEL_LEN = 1536
 _DISK_SHARE = 0.2
 _MEMORY_SHARE = 0.03

@@ -10,6 +10,7 @@ from ragcache_core.quality.methods import (
     SHOWN_AGAIN,
     Method,
     chunk_methods,
+    compression_methods,
     order_methods,
 )
 from ragcache_core.quality.questions import Question
@@ -28,6 +29,7 @@ __all__ = [
     "ScoredAnswer",
     "answers_of",
     "chunk_methods",
+    "compression_methods",
     "conversations_of",
     "exact_match",
     "jaccard",

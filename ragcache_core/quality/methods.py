@@ -1,11 +1,13 @@
-"""Methods of answering: full recompute, prefix caching, chunk reuse, document orders, substitution."""
+"""Methods of answering: full recompute, prefix caching, chunk reuse, document orders, substitution, compression."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from ragcache_core.config import CacheConfig, ChunkReuse
+from pydantic import ByteSize
+
+from ragcache_core.config import CacheConfig, ChunkReuse, CompressionName
 from ragcache_core.ordering import DOCUMENT_ORDERS, DocumentOrder
 from ragcache_core.types import SelectionName
 
@@ -22,6 +24,7 @@ class Method:
             (False); ``None`` for separate prompts.
         document_order: the order of documents in a prompt.
         max_score_loss: the bound of score-tolerant substitution.
+        compression: documents' KV comes from disk, where an earlier engine stored it in this way.
     """
 
     name: str
@@ -31,6 +34,7 @@ class Method:
     refers: bool | None = None
     document_order: DocumentOrder = "retrieval"
     max_score_loss: float | None = None
+    compression: CompressionName | None = None
 
     @property
     def uses_cache(self) -> bool:
@@ -39,8 +43,11 @@ class Method:
 
     def cache(self, sizes: CacheConfig) -> CacheConfig | None:
         """Return the cache configuration: ``sizes`` with the method's reuse; ``None`` for plain vLLM."""
-        is_plain = self.chunks is None and not self.uses_cache
-        return None if is_plain else sizes.model_copy(update={"chunk_reuse": self.chunks})
+        if self.compression is None:
+            sizes = sizes.model_copy(update={"disk_bytes": ByteSize(0)})
+            if self.chunks is None and not self.uses_cache:
+                return None
+        return sizes.model_copy(update={"chunk_reuse": self.chunks, "compression": self.compression or "auto"})
 
 
 FULL = Method("full recompute", caches_prefixes=False)
@@ -59,6 +66,11 @@ def chunk_methods(selection: SelectionName, alphas: Iterable[float], max_recompu
         )
         for alpha in sorted(set(alphas))
     ]
+
+
+def compression_methods(names: Iterable[CompressionName]) -> list[Method]:
+    """Return a method for each compression of the disk tier, without duplicates."""
+    return [Method(f"disk, {name}", compression=name) for name in dict.fromkeys(names)]
 
 
 def order_methods(orders: Iterable[DocumentOrder], max_score_loss: float | None) -> list[Method]:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from ragcache_core.client import Engine
@@ -34,10 +37,12 @@ class QualityRun:
     launch_options: dict[str, Any] | None = None
     num_shown: int | None = None
 
-    def launch(self, method: Method) -> Engine:
-        """Return the method's engine."""
+    def launch(self, method: Method, directory: Path | None = None) -> Engine:
+        """Return the method's engine; its disk tier is in ``directory``."""
         options = dict(self.launch_options or {})
         cache = method.cache(self.sizes)
+        if cache is not None and directory is not None:
+            cache = cache.model_copy(update={"directory": directory})
         if cache is None:
             kv_bytes = self.sizes.kv_cache_bytes
             options.setdefault("env", {CPU_KV_CACHE_BYTES_ENV: str(_CPU_KV_CACHE_BYTES)})
@@ -63,7 +68,12 @@ class QualityRun:
         """
         for method in methods:
             report = begin(method)
-            with self.launch(method) as engine:
+            with ExitStack() as stack:
+                directory = None
+                if method.compression is not None:
+                    directory = Path(stack.enter_context(TemporaryDirectory(prefix="ragcache-quality-")))
+                    self._store(method, directory)
+                engine = stack.enter_context(self.launch(method, directory))
                 if method.refers is not None:
                     talks = conversations_of(self.questions)
                     answers = answers_in_conversations(
@@ -80,6 +90,11 @@ class QualityRun:
                         report=report,
                     )
             yield method, answers
+
+    def _store(self, method: Method, directory: Path) -> None:
+        """Store the documents' KV in ``directory``, by an engine that ends before the one that answers."""
+        with self.launch(method, directory) as engine:
+            answers_of(engine, self.questions, max_tokens=1, num_shown=self.num_shown)
 
     def _arrange(self, ordering: OrderingClient, method: Method) -> Arrange | None:
         """Return a function that orders a question's documents; ``None`` for retrieval order."""

@@ -9,18 +9,21 @@ from contextlib import suppress
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING, BinaryIO, cast
 
 import torch
 import vllm
 from vllm.platforms import current_platform
 
+from ragcache_core.chunkstore.quantization import NUMBER_TYPES
 from ragcache_core.errors import ConfigError
 from ragcache_core.vllm_plugin.build_context import current_context
 from ragcache_core.vllm_plugin.compat import OffloadingConfig, hash_seed
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
+
+    from ragcache_core.chunkstore.quantization import NumberType
 
 MATCH_KEYS = ("model_config", "parallel", "holds")
 """Fields that older namespaces of an engine share with its own; weights and vLLM may differ."""
@@ -73,9 +76,11 @@ def _kv_identity(config: OffloadingConfig, engine: str) -> dict[str, str | int]:
             "vLLM's default, or leave disk_bytes out"
         )
     several = {} if len(config.groups) == 1 else {"groups": _groups(vllm_config, config)}
+    approximate = {} if approximate_type(config) is None else {"approximate": "int8"}
     return {
         **_model_identity(vllm_config),
         **several,
+        **approximate,
         "kv_dtype": _kv_dtype(vllm_config, config.model.dtype),
         "layout": f"{config.kv_cache_layout} {len(config.groups)} {config.worker_kv_bytes_per_block} "
         f"{config.canonical_layout}",
@@ -86,6 +91,24 @@ def _kv_identity(config: OffloadingConfig, engine: str) -> dict[str, str | int]:
         "parallel": f"tp{parallel.tp_size} pp{parallel.pp_size} pcp{parallel.pcp_size} dcp{parallel.dcp_size} "
         f"{engine} {_split(vllm_config)}",
     }
+
+
+def approximate_type(config: OffloadingConfig) -> NumberType | None:
+    """Return the dtype of KV that lower tiers store in 8 bits (``compression="int8"``); ``None`` for exact KV.
+
+    Raises:
+        ConfigError: this KV has no 8-bit form.
+    """
+    if current_context().settings.compression != "int8":
+        return None
+    dtype = config.model.dtype
+    if dtype not in NUMBER_TYPES or len(config.groups) > 1:
+        what = f"a KV cache of dtype {dtype}" if dtype not in NUMBER_TYPES else f"{len(config.groups)} kinds of layers"
+        raise ConfigError(
+            f"compression is 'int8', and the model has {what}: it needs one kind of layer with a KV cache of "
+            f"{', '.join(NUMBER_TYPES)}; set compression to 'auto'"
+        )
+    return cast("NumberType", dtype)
 
 
 def chunk_identity(vllm_config: VllmConfig) -> dict[str, str | int]:

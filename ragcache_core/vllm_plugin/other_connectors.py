@@ -66,7 +66,7 @@ def own_stats(stats: Mapping[str, Any]) -> Mapping[str, Any]:
     return next((stats[name] for name in OWN_CONNECTORS if name in stats), stats)
 
 
-def check_other_connectors(vllm_config: Any, *, reuses_chunks: bool, max_age: float | None) -> None:
+def check_other_connectors(vllm_config: Any, *, approximation: str | None, max_age: float | None) -> None:
     """Reject other connectors with which answers or cache reports would be wrong.
 
     Raises:
@@ -78,7 +78,7 @@ def check_other_connectors(vllm_config: Any, *, reuses_chunks: bool, max_age: fl
     if len(among) > len(others) + 1:
         raise ConfigError(f"connectors names {len(among) - len(others)} of RAGCache: leave all but one out")
     try:
-        check_connectors(others, reuses_chunks=reuses_chunks, max_age=max_age)
+        check_connectors(others, approximation=approximation, max_age=max_age)
     except ValueError as error:
         raise ConfigError(str(error)) from error
     if transfer.kv_load_failure_policy != "recompute":

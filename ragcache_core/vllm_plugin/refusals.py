@@ -43,7 +43,7 @@ def check_engine(vllm_config: VllmConfig) -> None:
         )
     settings = PluginSettings.from_extra_config(extra_config(transfer))
     if is_among_others:
-        check_other_connectors(vllm_config, reuses_chunks=settings.chunk_reuse is not None, max_age=settings.max_age)
+        check_other_connectors(vllm_config, approximation=settings.approximation, max_age=settings.max_age)
     policy = vllm_config.scheduler_config.policy
     if policy != "fcfs" and (settings.queue == "cache_aware" or settings.speculates):
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""``ragcache quality``: the effect of reusing, reordering or replacing documents on answers and tokens."""
+"""``ragcache quality``: the effect of chunk reuse, document order, substitution and compression on answers."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import click
 
 from ragcache_core.cli.command import Command, print_json
 from ragcache_core.cli.options import FiniteRange, check_vllm_args, vllm_args_argument
+from ragcache_core.config import CompressionName, check_compression
 from ragcache_core.errors import ConfigError
 from ragcache_core.ordering import DOCUMENT_ORDERS, DocumentOrder
 from ragcache_core.runtime.terminal import Bar
@@ -144,6 +145,7 @@ def model_options(command: Callable[..., Any]) -> Callable[..., Any]:
         "ragcache quality org/model --questions questions.jsonl --deduplicate",
         "ragcache quality org/model --questions questions.jsonl --document-order cache_aware",
         "ragcache quality org/model --questions scored.jsonl --documents 4 --max-score-loss 0.02",
+        "ragcache quality org/model --questions questions.jsonl --compression int8",
     ],
 )
 @click.argument("model")
@@ -160,6 +162,20 @@ def model_options(command: Callable[..., Any]) -> Callable[..., Any]:
     metavar="SHARE",
     help="Measure score-tolerant substitution with this loss, 0 to 1, instead of chunk reuse. The "
     "questions need document scores and spare documents.",
+)
+@click.option(
+    "--compression",
+    "compressions",
+    type=click.Choice([name for name in get_args(CompressionName) if name not in ("auto", "off")]),
+    multiple=True,
+    help="Measure answers from KV on disk with this compression instead of chunk reuse; may be repeated.",
+)
+@click.option(
+    "--disk-bytes",
+    default="16GiB",
+    show_default=True,
+    metavar="SIZE",
+    help="Size of the temporary disk tier for --compression.",
 )
 @click.option(
     "--documents",
@@ -180,6 +196,8 @@ def quality(
     model: str,
     document_orders: tuple[DocumentOrder, ...],
     max_score_loss: float | None,
+    compressions: tuple[CompressionName, ...],
+    disk_bytes: str,
     num_shown: int | None,
     as_json: bool,
     deduplicate: bool,
@@ -190,8 +208,9 @@ def quality(
     MODEL is a folder in Hugging Face format, or a name of the hub. One engine after the other is launched for it: full
     recompute; prefix caching; naive reuse of documents computed alone; and chunk reuse with increasing recompute. The
     questions are asked one by one, in the file's order, so keep the order of your traffic: the same documents in
-    varying combinations. With --document-order or --max-score-loss these are audited instead, against prefix caching
-    with unchanged prompts; with --alphas, chunk reuse as well.
+    varying combinations. With --document-order, --max-score-loss or --compression these are audited instead, against
+    prefix caching with unchanged prompts; with --alphas, chunk reuse as well. For a compression one engine stores the
+    documents' KV in a temporary directory, and a second one answers from there.
 
     With --deduplicate questions that share documents are turns of one conversation, up to four, and later turns are
     compared: the documents shown again, or referred to where the conversation holds them (deduplicate=True of
@@ -206,18 +225,25 @@ def quality(
         REFERRED_TO,
         SHOWN_AGAIN,
         chunk_methods,
+        compression_methods,
         conversations_of,
         order_methods,
         summary_table,
     )  # fmt: skip
 
-    methods = order_methods(document_orders, max_score_loss)
+    methods = [*order_methods(document_orders, max_score_loss), *compression_methods(compressions)]
     if deduplicate and methods:
-        raise click.UsageError("--deduplicate is measured alone: leave --document-order and --max-score-loss out.")
+        raise click.UsageError(
+            "--deduplicate is measured alone: leave --document-order, --max-score-loss and --compression out."
+        )
     if deduplicate and options["alphas"] is not None:
         raise click.UsageError(
             "--deduplicate cannot be combined with --alphas, which is for chunk reuse: leave --alphas out."
         )
+    if compressions:
+        options["disk_bytes"] = disk_bytes
+    for name in compressions:
+        check_compression(name)
     run, alphas = quality_run(model, options, num_shown=num_shown, max_score_loss=max_score_loss)
     is_reuse_audited = not methods or options["alphas"] is not None
     methods = [PREFIX, *methods] if methods else [FULL, PREFIX]
@@ -262,7 +288,9 @@ def quality_run(
         _check_candidates(questions, num_shown, options["questions_path"])
     check_model(model)
     sizes = {
-        name: options[name] for name in ("kv_cache_bytes", "block_size", "host_bytes") if options[name] is not None
+        name: options[name]
+        for name in ("kv_cache_bytes", "block_size", "host_bytes", "disk_bytes")
+        if options.get(name) is not None
     }
     launch_options = {
         "startup_timeout_s": options["startup_timeout"],

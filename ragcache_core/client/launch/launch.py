@@ -29,7 +29,7 @@ from ragcache_core.client.launch.arguments import (
     num_engines_of,
     server_environment,
 )
-from ragcache_core.client.launch.process import ServerProcess, check_port_free, free_port, is_stream
+from ragcache_core.client.launch.process import ServerProcess, claim_port, free_port, is_stream
 from ragcache_core.client.launch.settings import LaunchSettings, VLLMOffload
 from ragcache_core.client.launch.supervisor import LoadProgress, Supervisor
 from ragcache_core.client.server_api import import_requests
@@ -158,11 +158,14 @@ def launch_server(settings: LaunchSettings) -> LaunchedServer:
         ConfigError: an argument that is a setting of ``launch`` or ``CacheConfig``, or one that vLLM does not have.
     """
     given = check_launch(settings)
+    port = free_port(settings.host) if settings.port is None else settings.port
+    with claim_port(settings.host, port):
+        return _launch(settings, port, given)
+
+
+def _launch(settings: LaunchSettings, port: int, given: Sequence[str]) -> LaunchedServer:
+    """Launch a server at a port that is free, with the vLLM arguments ``given``."""
     model, host, env, cancel = settings.model, settings.host, settings.env or {}, settings.cancel or threading.Event()
-    if (port := settings.port) is None:
-        port = free_port(host)
-    else:
-        check_port_free(host, port)
     api_key = settings.api_key or secrets.token_urlsafe(24)
     named = [] if settings.tokenizer is None else ["--tokenizer", settings.tokenizer]
     if "served_model_name" not in settings.vllm_args:

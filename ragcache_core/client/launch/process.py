@@ -153,6 +153,28 @@ def check_port_free(host: str, port: int) -> None:
         ) from error
 
 
+def claim_port(host: str, port: int) -> socket.socket:
+    """Return a socket that claims a free port until it is closed: while a server loads.
+
+    Linux lets a second process bind a port until the first one listens, which vLLM does once the model is loaded. The
+    socket's abstract name belongs to the network namespace, as ports do, and leaves no file.
+
+    Raises:
+        EngineStartError: another server of RAGCache claims it; as :func:`check_port_free`.
+    """
+    check_port_free(host, port)
+    claim = socket.socket(socket.AF_UNIX)
+    try:
+        claim.bind(f"\0ragcache-port-{host}-{port}")
+    except OSError as error:
+        claim.close()
+        raise EngineStartError(
+            f"port {port} of {host} belongs to a server that still loads: choose another port, or leave it out for a "
+            "free one"
+        ) from error
+    return claim
+
+
 class ServerProcess:
     """One run of the server. Its output goes to ``log_path``, a file or a stream such as ``/dev/stdout``."""
 

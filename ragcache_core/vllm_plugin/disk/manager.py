@@ -53,7 +53,7 @@ from ragcache_core.vllm_plugin.disk.events import DiskEvents
 from ragcache_core.vllm_plugin.disk.io import NUM_READERS, DiskIO
 from ragcache_core.vllm_plugin.disk.jobs import DiskStore, Erasure, PendingRun
 from ragcache_core.vllm_plugin.disk.reopening import Reopening, UnopenedStore, device_of
-from ragcache_core.vllm_plugin.identity import MATCH_KEYS, kv_identity
+from ragcache_core.vllm_plugin.identity import MATCH_KEYS, approximate_type, kv_identity
 from ragcache_core.vllm_plugin.lower.jobs import EndedJob, LoadTransfer, TierJob
 from ragcache_core.vllm_plugin.lower.transfers import TransferTier
 
@@ -131,7 +131,10 @@ class DiskTier(TransferTier):
             match_keys=MATCH_KEYS,
             keys=load_keys(None if key_file is None else Path(key_file)),
             compression=Compression(
-                spec.controller.settings.compression, "RAGCache's disk tier", num_readers=NUM_READERS
+                spec.controller.settings.compression,
+                "RAGCache's disk tier",
+                num_readers=NUM_READERS,
+                number_type=approximate_type(spec.config),
             ),
         )
         self._directory = Path(directory).absolute()

@@ -29,7 +29,7 @@ from ragcache_core.vllm_plugin.compat import (
     ReqContext,
     ScheduleEndContext,
 )
-from ragcache_core.vllm_plugin.identity import shared_identity
+from ragcache_core.vllm_plugin.identity import approximate_type, shared_identity
 from ragcache_core.vllm_plugin.lower.jobs import EndedJob, LoadTransfer, TierJob
 from ragcache_core.vllm_plugin.lower.transfers import TransferTier
 from ragcache_core.vllm_plugin.offload.host_tier import is_adapted
@@ -102,7 +102,10 @@ class SharedTier(TransferTier):
             )
         keys = load_keys(None if key_file is None else Path(key_file))
         compression = Compression(
-            spec.controller.settings.compression, "RAGCache's shared store", num_readers=NUM_READERS
+            spec.controller.settings.compression,
+            "RAGCache's shared store",
+            num_readers=NUM_READERS,
+            number_type=approximate_type(spec.config),
         )
         self._objects = Objects(shared_identity(spec.config), block_bytes, keys, compression)
         self._io = SharedIO(open_remote(url, ttl_s=ttl_s), self._objects, host_memory, max_bytes)

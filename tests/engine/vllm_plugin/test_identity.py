@@ -17,7 +17,7 @@ from vllm.config.multimodal import MultiModalConfig
 
 from ragcache_core.errors import ConfigError
 from ragcache_core.vllm_plugin.build_context import building
-from ragcache_core.vllm_plugin.identity import chunk_identity, kv_identity, shared_identity
+from ragcache_core.vllm_plugin.identity import approximate_type, chunk_identity, kv_identity, shared_identity
 
 
 class Engine:
@@ -53,6 +53,7 @@ class Engine:
             ),
             attention_config=SimpleNamespace(backend=None, backend_per_kind={}, indexer_kv_dtype="auto"),
             speculative_config=None,
+            kv_transfer_config=SimpleNamespace(kv_connector="RAGCacheConnector", kv_connector_extra_config={}),
         )
         self.offloading: Any = SimpleNamespace(
             model=SimpleNamespace(dtype="float32"),
@@ -85,6 +86,7 @@ def touch(path: Path, change: Callable[[bytearray], object]) -> None:
     os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
 
 
+INT8 = {"ragcache": {"compression": "int8", "disk_bytes": 1 << 20, "host_bytes": 1 << 20}}
 CHANGES: dict[str, Callable[[Engine], object]] = {
     "other weights": lambda it: touch(it.weights[1], lambda data: data.reverse()),
     "more weights": lambda it: touch(it.weights[0], lambda data: data.append(0)),
@@ -122,8 +124,24 @@ CHANGES: dict[str, Callable[[Engine], object]] = {
     "other files": lambda it: it.set("vllm.load_config.model_loader_extra_config", {"pattern": "b*"}),
     "code": lambda it: it.weights[0].with_name("modeling_x.py").write_text("x = 1"),
     "what is made of images": lambda it: it.weights[0].with_name("preprocessor_config.json").write_text("{}"),
+    "KV of 8 bits": lambda it: it.set("vllm.kv_transfer_config.kv_connector_extra_config", INT8),
     "data parallel": lambda it: it.set("offloading.parallel.data_parallel_index", 1),
 }
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "said"),
+    [
+        ("offloading.model.dtype", "fp8", "dtype fp8"),
+        ("offloading.groups", [SimpleNamespace(tokens_per_block=32)] * 2, "2 kinds"),
+    ],
+)
+def test_kv_without_a_form_of_8_bits_is_refused(tmp_path: Path, path: str, value: object, said: str) -> None:
+    engine = Engine(tmp_path)
+    engine.set("vllm.kv_transfer_config.kv_connector_extra_config", INT8)
+    engine.set(path, value)
+    with building(engine.vllm, None), pytest.raises(ConfigError, match=said):
+        approximate_type(engine.offloading)
 
 
 @pytest.mark.parametrize("what", CHANGES)

@@ -171,6 +171,18 @@ REFUSALS = {
         "which would keep approximate KV as if it were exact",
         "leave chunk_reuse or connectors out",
     ),
+    "KV of 8 bits beside another connector": Refusal(
+        lambda: CacheConfig(host_bytes="1GiB", disk_bytes="1GiB", connectors=(NIXL,), compression="int8"),
+        "CacheConfig.compression='int8' is set beside NixlConnector",
+        "which would keep approximate KV as if it were exact",
+        "leave compression='int8' or connectors out",
+    ),
+    "KV of 8 bits beside chunk reuse": Refusal(
+        lambda: CacheConfig(host_bytes="1GiB", disk_bytes="1GiB", chunk_reuse={}, compression="int8"),
+        "CacheConfig.compression is 'int8' and chunk_reuse is set",
+        "would take the other for exact",
+        "leave one of them out",
+    ),
     "max_age beside a connector that keeps KV": Refusal(
         lambda: CacheConfig(connectors=(NIXL, EXAMPLE), max_age=60.0),
         "CacheConfig.max_age is 60",

@@ -16,6 +16,7 @@ from ragcache_core import config
 from ragcache_core.chunkstore import ChunkStore, ChunkWrite, compression
 from ragcache_core.chunkstore.compression import Compression, Packing, PackingSpeed, choose, pack, unpack
 from ragcache_core.chunkstore.encryption import Keys
+from ragcache_core.chunkstore.quantization import NUMBER_TYPES, NumberType, dequantise, quantise
 from ragcache_core.errors import CacheCapacityError, CacheDirectoryError, ConfigError
 from tests.unit.chunkstore.conftest import Opening, aligned, keys, payload, read
 
@@ -96,6 +97,56 @@ def test_kv_takes_less_space_and_comes_back_after_a_restart(
     with packed_store(opening, setting=name, keys=secret_keys) as store:  # type: ignore[arg-type]
         assert all(read(store, each) == kv(each) for each in names)
         assert store.stats.num_damaged == 0
+
+
+NUMBERS = {"float32": np.float32, "float16": np.float16}
+
+
+def as_floats(data: bytes, number_type: NumberType) -> np.ndarray:
+    if number_type == "bfloat16":
+        return (np.frombuffer(data, np.uint16).astype(np.uint32) << 16).view(np.float32)
+    return np.frombuffer(data, NUMBERS[number_type]).astype(np.float32)
+
+
+@pytest.mark.parametrize("number_type", NUMBER_TYPES)
+@given(data=st.binary(min_size=512, max_size=512), exponent=st.integers(-30, 15))
+def test_eight_bits_keep_each_number_within_a_step_of_the_largest_of_its_64(
+    number_type: NumberType, data: bytes, exponent: int
+) -> None:
+    floats = np.frombuffer(data, np.int8).astype(np.float32) * np.float32(2.0) ** (exponent - 7)
+    if number_type == "bfloat16":
+        payload = (floats.view(np.uint32) >> 16).astype(np.uint16).tobytes()
+    else:
+        payload = floats.astype(NUMBERS[number_type]).tobytes()
+    quantised = quantise(payload, number_type)
+    assert quantised is not None
+    target = bytearray(len(payload))
+    assert dequantise(quantised, memoryview(target))
+    before, after = as_floats(payload, number_type), as_floats(bytes(target), number_type)
+    largest = np.abs(before).reshape(-1, 64).max(axis=1).repeat(64)
+    # Half a step, the rounding of scale and result, and numbers below the smallest scale of a float16.
+    assert (np.abs(after - before) <= largest * (1 / 254 + 1 / 200) + 127 * 2.0**-24).all()
+
+
+@pytest.mark.parametrize("number", [np.nan, np.inf, 3e38])
+def test_a_chunk_that_eight_bits_cannot_hold_comes_back_exactly(number: float) -> None:
+    chunk = np.zeros(CHUNK_BYTES // 4, np.float32)
+    chunk[5] = number
+    target = bytearray(CHUNK_BYTES)
+    assert unpack(pack(Packing("int8", 1, "float32"), chunk), memoryview(target))
+    assert target == chunk.tobytes()
+    odd = np.arange(63, dtype=np.float32)
+    target = bytearray(odd.nbytes)
+    assert unpack(pack(Packing("int8", 1, "float32"), odd), memoryview(target))
+    assert target == odd.tobytes()
+
+
+def test_a_quantised_chunk_of_another_form_is_no_chunk() -> None:
+    quantised = quantise(kv(b"key"), "bfloat16")
+    assert quantised is not None
+    for data in (b"", quantised[:-1], quantised + b"\x00", quantised[:-1] + b"\x07", quantised[:-1] + b"\x00"):
+        assert not dequantise(data, memoryview(bytearray(CHUNK_BYTES)))
+    assert not dequantise(quantised, memoryview(bytearray(CHUNK_BYTES * 2)))
 
 
 def test_random_bytes_are_stored_as_they_are(opening: Opening) -> None:

@@ -24,7 +24,7 @@ from ragcache_core.client.launch.arguments import (
     server_environment,
     vllm_arguments,
 )
-from ragcache_core.client.launch.process import ServerProcess, check_port_free, free_port
+from ragcache_core.client.launch.process import ServerProcess, check_port_free, claim_port, free_port
 from ragcache_core.client.prompts.request_plan import (
     RememberedDocuments,
     RequestPlan,
@@ -194,6 +194,13 @@ def test_a_taken_port_is_refused_with_a_hint(demo_model: str) -> None:
         with pytest.raises(EngineStartError, match=f"port {port} .*choose another port"):
             Engine.launch(demo_model, port=port)
     check_port_free("127.0.0.1", free_port("127.0.0.1"))
+
+
+def test_the_port_of_a_server_that_loads_is_refused_to_a_second_one(demo_model: str) -> None:
+    port = free_port("127.0.0.1")
+    with claim_port("127.0.0.1", port), pytest.raises(EngineStartError, match="choose another port"):
+        Engine.launch(demo_model, port=port)
+    claim_port("127.0.0.1", port).close()
 
 
 @pytest.mark.parametrize("url", ["http://127.0.0.1:1", "http://127.0.0.1:1/v1/", "http://[bad"])
