@@ -228,7 +228,7 @@ class DocumentAware:
                 )
             speculation = decode_speculation(request.kv_transfer_params or {})  # a guess stays one
             metadata = RequestMetadata(tile([], request.num_prompt_tokens), speculation)
-        if not self.controller.settings.max_prefill_bs:
+        if not self.controller.settings.speculates:
             metadata = replace(metadata, speculation=None)  # nothing would ever admit it
         tenant = self.controller.tenants.of_salt(request.cache_salt)
         is_tenants_own = self.controller.tenants.is_own_salt(tenant, request.cache_salt)

@@ -94,17 +94,18 @@ class Received:
         settings: PluginSettings,
         observe: Callable[[dict[str, Any], int], None] | None = None,
         engines: Sequence[int] = (0,),
+        max_num_seqs: int = 1,
     ) -> None:
         """Set empty reports until the ``engines`` are asked for one, shortly before the server is ready.
 
         ``observe`` receives reports outside of steps, and calls :meth:`add`. One of several servers may have only later
-        engines.
+        engines. ``max_num_seqs`` is reported where the engine's size limits speculative requests.
         """
         self._indices = sorted(engines)
         if observe is not None:
             self._observe = observe
         zeros = dict.fromkeys(ENGINE_SERIES, 0)
-        self._max_prefill_bs = settings.max_prefill_bs
+        self._max_prefill_bs = max_num_seqs if settings.max_prefill_bs is None else settings.max_prefill_bs
         self._settings = settings
         self._before_the_first = {
             **zeros,

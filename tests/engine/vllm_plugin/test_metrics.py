@@ -85,7 +85,9 @@ class Server:
         spec = {"spec_name": "RAGCacheSpec", "spec_module_path": "ragcache_core.vllm_plugin.offload.spec"}
         extra = {**(spec if has_tiers else {}), "ragcache": {"chunk_reuse": {}} if reuses_chunks else {}}
         config = SimpleNamespace(
-            kv_transfer_config=SimpleNamespace(kv_connector_extra_config=extra), parallel_config=front_end(index)
+            kv_transfer_config=SimpleNamespace(kv_connector_extra_config=extra),
+            parallel_config=front_end(index),
+            scheduler_config=SimpleNamespace(max_num_seqs=4),
         )
         labels: dict[int, list[object]] = {i: ["demo", str(i)] for i in range(first, first + num_engines)}
         self.metrics = RAGCachePromMetrics(config, kinds, ["model_name", "engine"], labels)

@@ -88,7 +88,7 @@ class RAGCachePromMetrics(KVConnectorPromMetrics):
         self._types = metric_types
         extra_config = vllm_config.kv_transfer_config.kv_connector_extra_config
         settings = settings_in_force(extra_config)
-        received.begin(settings, self.observe, [*per_engine_labelvalues])
+        received.begin(settings, self.observe, [*per_engine_labelvalues], vllm_config.scheduler_config.max_num_seqs)
         self._offload = (
             OffloadPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
             if "spec_name" in extra_config and unsupported_reason() is None
