@@ -103,7 +103,8 @@ def figure_6(searches: Sequence[Path] = (), questions: Path | None = None) -> Pa
     for path in searches:
         trace = read_trace(path)
         skew = Skew.of(request.doc_ids[0] for request in trace if request.doc_ids)
-        rows.append(Row(f"{path.stem}: searches of the top 3 %", *2 * [100 * skew.share(_SHARES[0])], None, "%"))
+        share = 100 * skew.share(_SHARES[0])
+        rows.append(Row(f"{path.stem}: searches of the top 3 %", share, share, None, "%"))
         table.append([path.stem, *_cells(skew), "", ""])
     heads = ("searches", "number", "documents found", *(f"of the top {share:.0%}" for share in _SHARES))
     return PaperFigure(

@@ -141,14 +141,8 @@ def _options(tiers: str, num_tokens: int, trace: Trace) -> LabOptions:
     """Return a run's options: whole documents, or blocks where there are histories."""
     gpu, host, disk = (num_tokens * eighths // 8 for eighths in TIERS[tiers])
     has_histories = bool((trace.conversation >= 0).any())
-    return LabOptions(
-        gpu_tokens=gpu,
-        host_tokens=host,
-        disk_tokens=disk,
-        retrieval_s=0.0,
-        warm_up=len(trace) // 8,
-        **({"granularity": "block", "block_size": _HISTORY_BLOCK} if has_histories else {}),
-    )
+    options = LabOptions(gpu_tokens=gpu, host_tokens=host, disk_tokens=disk, retrieval_s=0.0, warm_up=len(trace) // 8)
+    return replace(options, granularity="block", block_size=_HISTORY_BLOCK) if has_histories else options
 
 
 def _made(plan: BenchmarkPlan, names: Iterable[str], num_requests: int) -> Iterator[tuple[str, Trace]]:

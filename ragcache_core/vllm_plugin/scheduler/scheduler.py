@@ -111,7 +111,7 @@ class _TreeScheduling:
         self._queue: CacheAwareRequestQueue | None = None
         self._step_began_s = 0.0
         num_units = kv_cache_config.num_blocks // controller.groups.blocks_per_unit
-        self._max_speculative_tokens = min(self.max_num_scheduled_tokens, num_units * controller.tokens_per_block)
+        self._max_speculative_tokens: int = min(self.max_num_scheduled_tokens, num_units * controller.tokens_per_block)
         self._has_other_weights = False
         self._outdated_loads: list[Request] = []
         self._prefetching: Steps | None = None
@@ -487,7 +487,8 @@ class _TreeScheduling:
         """
         if (max_requests := self._controller.settings.max_prefill_bs) is not None:
             return len(present) < max_requests
-        return sum(request.num_prompt_tokens for request in present) < self._max_speculative_tokens
+        num_tokens: int = sum(request.num_prompt_tokens for request in present)
+        return num_tokens < self._max_speculative_tokens
 
     def _loading(self) -> list[Request]:
         """Return the speculative requests with blocks in loading."""
