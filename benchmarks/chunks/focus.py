@@ -51,7 +51,8 @@ def measure_focus(plan: BenchmarkPlan) -> Part:
 
 
 def _watched(masses: Sequence[Sequence[float]], cut: Callable[[Sequence[float]], int]) -> FocusedChunks:
-    ours, focus.gap_cut = focus.gap_cut, cut
+    ours = focus.gap_cut
+    focus.gap_cut = cut  # type: ignore[assignment]
     try:
         chunks = FocusedChunks(len(masses[0]))
         for mass in masses:

@@ -16,6 +16,7 @@ from benchmarks.papers.large_models import figure_16
 from benchmarks.papers.policies import figure_17, table_2
 from benchmarks.papers.reordering import figure_18
 from benchmarks.papers.request_rate import figure_13, figure_14, figure_15, table_4
+from benchmarks.papers.retrieval_skew import figure_6
 from benchmarks.papers.runs import FIRST_SEED, MISTRAL, PaperRuns
 from benchmarks.papers.search import figure_19, table_3
 from benchmarks.papers.stored_chunks import figure_25, figure_29
@@ -24,6 +25,7 @@ from ragcache_core.reports.page import Report
 
 FIGURES: Mapping[str, Callable[[PaperRuns], PaperFigure]] = MappingProxyType(
     {
+        "figure 6": lambda runs: figure_6(runs.searches, runs.questions),
         "figure 13": figure_13,
         "figure 14": figure_14,
         "figure 15": figure_15,

@@ -18,13 +18,7 @@ from ragcache_core.tree import KnowledgeTree
 from ragcache_core.vllm_plugin.chunks.manager.entries import Reservation
 from ragcache_core.vllm_plugin.chunks.manager.eviction import ChunkEviction
 from ragcache_core.vllm_plugin.chunks.manager.manager import ChunkManager
-from ragcache_core.vllm_plugin.chunks.messages import (
-    Capture,
-    CapturedChunk,
-    ChunkJob,
-    ChunkReport,
-    ChunkStep,
-)
+from ragcache_core.vllm_plugin.chunks.messages import Capture, CapturedChunk, ChunkJob, ChunkReport, ChunkStep
 from ragcache_core.vllm_plugin.chunks.reuse_state import OpenCapture, ReuseOptions, statistics_of
 from ragcache_core.vllm_plugin.chunks.scheduler import ChunkScheduling
 from tests.support.chunk_disk import FakeDisk, Read, Scrub, Write
