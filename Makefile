@@ -222,6 +222,7 @@ bench-simulation: $(READY) ## simulate policies, orders and queues; writes build
 
 bench-chunks: $(READY) ## measure what reuse of documents anywhere saves and costs; writes build/bench-chunks.json (an hour and a half)
 	$(VENV)/bin/python -m examples.demo_model_training.recurring --out build/recurring-questions.jsonl
+	$(VENV)/bin/python -m examples.demo_model_training.recurring --deep --seed 890000 --num-questions 40 --out build/deep-questions.jsonl
 	$(VENV)/bin/python -m benchmarks.chunks $(if $(MODEL),--model $(MODEL)) $(if $(RESUME),--resume) $(foreach part,$(ONLY),--only $(part))
 
 bench-fleet: $(READY) ## measure what replicas are worth, simulated and real; writes build/bench-fleet.json (an hour)

@@ -23,13 +23,7 @@ from ragcache_core.client.launch.settings import LaunchSettings, VLLMOffload
 from ragcache_core.client.launch.supervisor import Supervisor
 from ragcache_core.client.server_api import Call
 from ragcache_core.config import CacheConfig
-from ragcache_core.errors import (
-    ConfigError,
-    EngineDiedError,
-    EngineError,
-    EngineUnreachableError,
-    quoted,
-)
+from ragcache_core.errors import ConfigError, EngineDiedError, EngineError, EngineUnreachableError, quoted
 from ragcache_core.runtime.api_keys import check_api_key
 
 if TYPE_CHECKING:

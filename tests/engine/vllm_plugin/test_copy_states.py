@@ -15,16 +15,7 @@ from vllm.v1.request import RequestStatus
 from ragcache_core.types import PromptSegment, SegmentKind
 from ragcache_core.vllm_plugin.offload.layer_load_scheduler import LayerLoads
 from ragcache_core.wire import encode_kv_transfer_params
-from tests.engine.vllm_plugin.storing_scene import (
-    FULL,
-    LATENT,
-    STATE,
-    WINDOW,
-    Steps,
-    host_scheduler,
-    request,
-    tokens,
-)
+from tests.engine.vllm_plugin.storing_scene import FULL, LATENT, STATE, WINDOW, Steps, host_scheduler, request, tokens
 from tests.support.waiting import until
 
 _GROUPS = ((FULL,), (LATENT,), (FULL, WINDOW), (FULL, STATE), (FULL, WINDOW, STATE))

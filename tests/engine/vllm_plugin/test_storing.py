@@ -196,7 +196,7 @@ def test_what_is_stored_is_counted_once() -> None:
 
 
 def test_what_the_offloading_counts_is_not_sent_with_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ragcache_core.vllm_plugin.connector.stats_reporter._REPORT_EVERY_S", 3600.0)
+    monkeypatch.setattr("ragcache_core.vllm_plugin.connector.gpu_connector._REPORT_EVERY_S", 3600.0)
     with host_scheduler(400, "1MiB") as scheduler:
         stats, said = scheduler.connector.get_kv_connector_stats, []
 
