@@ -1,4 +1,4 @@
-"""``make gpu-check`` without a GPU: which parts run with which seeds, what is left for another run, what the file has."""
+"""``make gpu-check`` without a GPU: which parts run with which seeds, what another run goes on with, what it writes."""
 
 from __future__ import annotations
 
@@ -94,7 +94,12 @@ def test_a_file_has_several_seeds_of_a_part_and_goes_on_with_the_missing_ones(ch
     assert check.found[1] == {"step_throughput_ratio_32": 0.9}, "a part is told of what its own seed gave"
     report = check.report
     assert {key: part["seed"] for key, part in report["parts"].items()} == {
-        **{"steps": 0, "tiers": 0, "steps@1": 1, "tiers@1": 1, "steps@2": 2, "tiers@2": 2}
+        "steps": 0,
+        "tiers": 0,
+        "steps@1": 1,
+        "tiers@1": 1,
+        "steps@2": 2,
+        "tiers@2": 2,
     }
     assert report["step_throughput_ratio_32"] == 0.98, "the median"
     assert report["goals_missed"] == ["step_throughput_ratio_32"], "a goal holds for each seed"
