@@ -10,16 +10,12 @@
 static char suffix[256] = "";
 static long countdown = 0;
 static int lasts = 0;
-static long num_failed = 0;
 
 void fail_reads(const char *of, long number, int from_then_on) {
     snprintf(suffix, sizeof suffix, "%s", of);
     countdown = number;
     lasts = from_then_on;
-    num_failed = 0;
 }
-
-long failed_reads(void) { return num_failed; }
 
 static int fails(int descriptor) {
     char link[64], path[4096];
@@ -33,7 +29,6 @@ static int fails(int descriptor) {
         return 0;
     }
     if (!lasts) countdown = 0;
-    num_failed++;
     errno = EIO;
     return 1;
 }

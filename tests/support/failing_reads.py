@@ -37,12 +37,5 @@ def fail_reads(suffix: str, number: int, *, lasts: bool = False) -> None:
     _library().fail_reads(suffix.encode(), ctypes.c_long(number), int(lasts))
 
 
-def num_failed_reads() -> int:
-    """Return how many reads have failed since :func:`fail_reads`."""
-    return int(_library().failed_reads())
-
-
 def _library() -> ctypes.CDLL:
-    library = ctypes.CDLL(os.environ[_LIBRARY_ENV])
-    library.failed_reads.restype = ctypes.c_long
-    return library
+    return ctypes.CDLL(os.environ[_LIBRARY_ENV])

@@ -13,14 +13,7 @@ import vllm
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import TokenizersBackend
 from vllm import SamplingParams, envs, plugins
-from vllm.config import (
-    CacheConfig,
-    ModelConfig,
-    MultiModalConfig,
-    ParallelConfig,
-    SchedulerConfig,
-    VllmConfig,
-)
+from vllm.config import CacheConfig, ModelConfig, MultiModalConfig, ParallelConfig, SchedulerConfig, VllmConfig
 from vllm.distributed.parallel_state import GroupCoordinator
 from vllm.entrypoints.cli import serve
 from vllm.entrypoints.generate.base.serving import GenerateBaseServing

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from hashlib import sha256 as digest
 from itertools import count
@@ -120,15 +120,7 @@ class Stage:
         )
         cache.num_gpu_blocks = self.num_blocks
         kind = AsyncTreeScheduler if self.is_async else SyncTreeScheduler
-        with set_current_vllm_config(config):
-            self.scheduler: Scheduler = kind(
-                vllm_config=config,
-                kv_cache_config=KVCacheConfig(self.num_blocks, [], groups),
-                structured_output_manager=StructuredOutputManager(config),
-                block_size=BLOCK,
-                hash_block_size=BLOCK,
-                log_stats=True,
-            )
+        self.scheduler: Scheduler = scheduler_of(kind, config, KVCacheConfig(self.num_blocks, [], groups))
         self.scheduler._speculates_beside_answers = self.is_gpu
         self.controller: CacheController = self.scheduler._controller
         self.numbers = count()
@@ -331,6 +323,19 @@ class Stage:
         for outputs in self.scheduler.update_from_output(output, ran).values():
             for answer in outputs.outputs:
                 self.answers[answer.request_id] += answer.new_token_ids
+
+
+def scheduler_of(kind: Callable[..., Any], config: VllmConfig, kv_config: KVCacheConfig) -> Any:
+    """Return a scheduler as vLLM's engine makes it."""
+    with set_current_vllm_config(config):
+        return kind(
+            vllm_config=config,
+            kv_cache_config=kv_config,
+            structured_output_manager=StructuredOutputManager(config),
+            block_size=BLOCK,
+            hash_block_size=BLOCK,
+            log_stats=True,
+        )
 
 
 def _chain(before: bytes, token: int) -> bytes:

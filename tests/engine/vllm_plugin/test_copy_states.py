@@ -21,16 +21,7 @@ from ragcache_core.types import PromptSegment, SegmentKind
 from ragcache_core.vllm_plugin.disk import manager as disk
 from ragcache_core.vllm_plugin.offload.layer_load_scheduler import LayerLoads
 from ragcache_core.wire import encode_kv_transfer_params
-from tests.engine.vllm_plugin.storing_scene import (
-    FULL,
-    LATENT,
-    STATE,
-    WINDOW,
-    Steps,
-    host_scheduler,
-    request,
-    tokens,
-)
+from tests.engine.vllm_plugin.storing_scene import FULL, LATENT, STATE, WINDOW, Steps, host_scheduler, request, tokens
 from tests.support.waiting import until
 
 _GROUPS = ((FULL,), (LATENT,), (FULL, WINDOW), (FULL, STATE), (FULL, WINDOW, STATE))
