@@ -497,7 +497,8 @@ def block_hasher_of(vllm_config: Any, kv_cache_config: Any) -> BlockHasher:
     """Return a function of the hashes that a request's new full blocks have; the engine core has one like it."""
     _, tokens_per_hash = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
     algorithm = vllm_config.cache_config.prefix_caching_hash_algo
-    return get_request_block_hasher(tokens_per_hash, get_hash_fn_by_name(algorithm))
+    hasher: BlockHasher = get_request_block_hasher(tokens_per_hash, get_hash_fn_by_name(algorithm))
+    return hasher
 
 
 def repeated_request(request: Request, params: dict[str, Any], block_hasher: BlockHasher) -> Request:

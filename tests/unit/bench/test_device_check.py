@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,7 +30,7 @@ class Check:
         clock = SimpleNamespace(monotonic=lambda: self.now_s, perf_counter=lambda: self.now_s)
         monkeypatch.setattr("benchmarks.command.time", clock)
         for name in device.PARTS:
-            monkeypatch.setitem(device.PARTS, name, lambda plan, name=name: self._measure(name, plan))
+            monkeypatch.setitem(device.PARTS, name, partial(self._measure, name))
 
     def _measure(self, name: str, plan: BenchmarkPlan) -> Part:
         self.ran.append((name, plan.seed))
