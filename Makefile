@@ -177,7 +177,7 @@ dist: $(READY) $(PUBLISH)/.ready ## build what a release uploads from the last c
 	$(VENV)/bin/python -m build --no-isolation --outdir dist build/release > build/release.log || { cat build/release.log; exit 1; }
 	$(PUBLISH)/bin/twine check --strict dist/*
 
-check-deployment: check-manifests ## check-manifests, then build, start and ask the image: ten minutes and 12 GB of disk
+check-deployment: check-manifests ## check-manifests, then build, start and ask the image: half an hour on two cores and 12 GB of disk
 	$(call where,buildah debootstrap,if [ $$(id -u) = 0 ]; then $(MAKE) --no-print-directory image-check; \
 	  else echo "ragcache: warning: images are not checked: that needs root"; fi)
 
