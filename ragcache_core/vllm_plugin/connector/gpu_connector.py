@@ -184,7 +184,7 @@ class DocumentAware:
 
     controller: CacheController | None = None
     adapter_keys: AdapterKeys
-    _vllm_config: VllmConfig
+    engine_config: VllmConfig
     _worker_block_bytes: int
     _news: StatsReporter | None = None
     _recorder: TraceRecorder | None = None
@@ -196,7 +196,7 @@ class DocumentAware:
 
     def _begin(self, controller: CacheController) -> None:
         self.controller = controller
-        self.adapter_keys = AdapterKeys(self._vllm_config)
+        self.adapter_keys = AdapterKeys(self.engine_config)
         self._news = StatsReporter(controller, lambda: self._stats_below(), lambda: self._num_copies())
         since, _, path = os.environ.get(RECORD_TRACE_ENV, "").partition(":")
         self._recorder = TraceRecorder(path, since_s=float(since)) if path else None
@@ -325,8 +325,8 @@ class DocumentAware:
         """Return this worker's memory layout; ``None`` with other connectors, as vLLM takes only one's."""
         if connector_of_this_worker() not in (None, self):
             return None
-        assert self._vllm_config.kv_transfer_config is not None
-        region = region_place(str(self._vllm_config.kv_transfer_config.engine_id))
+        assert self.engine_config.kv_transfer_config is not None
+        region = region_place(str(self.engine_config.kv_transfer_config.engine_id))
         return WorkerMemory(self._worker_block_bytes, region)
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[Rank, KVConnectorHandshakeMetadata]) -> None:

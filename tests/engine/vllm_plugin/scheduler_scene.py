@@ -49,7 +49,7 @@ from tests.conftest import DEMO_MODEL
 BLOCK = 16
 _MODULE = "tests.engine.vllm_plugin.scheduler_scene"
 init_none_hash(sha256)
-_block_hasher = get_request_block_hasher(BLOCK, sha256)
+block_hasher = get_request_block_hasher(BLOCK, sha256)
 
 
 _BYTES: dict[str, Any] = {"block_size": BLOCK, "num_kv_heads": 1, "head_size": 1, "dtype": torch.float32}
@@ -175,7 +175,7 @@ class Stage:
             mm_features=images,
             lora_request=adapter,
             cache_salt=salt,
-            block_hasher=_block_hasher,
+            block_hasher=block_hasher,
         )
         self.stored[request.request_id] = self._weights_of(request)
         self.requests[request.request_id] = request
