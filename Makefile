@@ -1,6 +1,6 @@
 # `make demo` and `make test` set everything up on first use. See README.md.
 .DEFAULT_GOAL := help
-.PHONY: help setup dependencies demo test test-quick test-engine test-slow test-all test-parallel test-benchmarks test-install test-javascript vllm-facts test-vllm lint format reference docs dist check-deployment check-manifests manifests image-check release-images audit bench bench-tiers bench-pipeline bench-compare bench-simulation bench-chunks bench-fleet bench-headline bench-steps bench-papers bench-recognition bench-server pictures gpu-check clean
+.PHONY: help setup dependencies demo test test-quick test-engine test-slow test-all test-parallel test-gateways test-benchmarks test-install test-javascript vllm-facts test-vllm lint format reference docs dist check-deployment check-manifests manifests image-check release-images audit bench bench-tiers bench-pipeline bench-compare bench-simulation bench-chunks bench-fleet bench-headline bench-steps bench-papers bench-recognition bench-server pictures gpu-check clean
 
 PYTHON ?= python3
 VENV   ?= .venv
@@ -18,9 +18,13 @@ LOCK   ?= requirements/lock.txt
 PROJECT   ?= --editable .
 # What builds the documentation, and checks a release: an environment of its own, because of vLLM's versions.
 PUBLISH := build/publish-venv
+# vllm-router and Dynamo's indexer: pinned, and apart from vLLM's own packages.
+GATEWAYS := build/gateways-venv
 # Where the repository is, for links from the site and from PyPI's page to what they do not hold.
 REPOSITORY ?=
 VERSION = $(shell sed -n 's/^__version__ = "\(.*\)"/\1/p' ragcache_core/_version.py)
+# Where release-images uploads images.
+REGISTRY ?=
 # Processes that run tests: one more than two cores, as tests wait for a third of their time. Those that share an engine
 # run in one of them. 0: all in one.
 WORKERS ?= 3
@@ -36,6 +40,8 @@ ELSEWHERE := tests/vllm_facts $(addprefix tests/engine/,vllm_plugin/test_tiers_o
   vllm_plugin/test_room.py client/test_speculating.py)
 # Engines of several workers, and several engines, which take both cores.
 PARALLEL := tests/engine/parallel
+# What asks engines through other projects' gateways, and those behind one name.
+ROUTED := tests/unit/client/test_proxies.py $(addprefix $(PARALLEL)/test_,kv_aware_router.py dynamo_indexer.py fleet_rolling_upgrade.py)
 JAVASCRIPT := examples/any_client/javascript
 # Runs a command and says how long it took.
 timed   = @began=$$(date +%s); $(2) && echo "ragcache: $(1) took $$(($$(date +%s) - began)) s"
@@ -75,7 +81,7 @@ $(READY): pyproject.toml $(DEPENDENCIES)
 	$(PIP) install --quiet --no-deps --no-build-isolation $(PROJECT)
 	@touch $@
 
-test test-quick test-engine test-slow test-all test-parallel test-benchmarks test-install test-javascript bench bench-tiers bench-pipeline bench-compare bench-chunks bench-fleet bench-headline bench-steps bench-papers bench-recognition bench-server pictures: export HF_HUB_OFFLINE = 1
+test test-quick test-engine test-slow test-all test-parallel test-gateways test-benchmarks test-install test-javascript bench bench-tiers bench-pipeline bench-compare bench-chunks bench-fleet bench-headline bench-steps bench-papers bench-recognition bench-server pictures: export HF_HUB_OFFLINE = 1
 
 demo: $(READY) ## answer questions from documents through LangChain and LlamaIndex; writes build/demo.json
 	$(VENV)/bin/python -m examples.demo $(if $(MODEL),--model $(MODEL))
@@ -102,6 +108,16 @@ test-all: $(READY) ## test and test-slow together, which start a shared engine o
 
 test-parallel: $(READY) ## the tests on engines of several workers, on several engines behind one server, and on Ray Serve
 	$(call timed,tests on several workers,$(VENV)/bin/python -m pytest $(PARALLEL) --durations=5)
+
+$(GATEWAYS)/.ready: requirements/gateways.txt
+	$(PYTHON) -m venv $(GATEWAYS)
+	$(GATEWAYS)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps -r $<
+	@touch $@
+
+# Its folder of programs is first, so that vllm-router is the pinned one.
+test-gateways: $(READY) $(GATEWAYS)/.ready ## engines behind vllm-router, Dynamo's indexer and one name; installs 370 MB into build/gateways-venv
+	$(call timed,tests with gateways,PATH="$(CURDIR)/$(GATEWAYS)/bin:$$PATH" RAGCACHE_DYNAMO_PYTHON="$(CURDIR)/$(GATEWAYS)/bin/python" \
+	  $(VENV)/bin/python -m pytest $(ROUTED) --durations=5)
 
 test-benchmarks: $(READY) ## benchmarks and examples that measure, each once and small
 	$(call timed,benchmarks,$(VENV)/bin/python -m pytest $(ENGINE) -m benchmark)
@@ -161,7 +177,7 @@ dist: $(READY) $(PUBLISH)/.ready ## build what a release uploads from the last c
 	$(VENV)/bin/python -m build --no-isolation --outdir dist build/release > build/release.log || { cat build/release.log; exit 1; }
 	$(PUBLISH)/bin/twine check --strict dist/*
 
-check-deployment: check-manifests ## check-manifests, then build, start and ask the image: ten minutes and 12 GB of disk
+check-deployment: check-manifests ## check-manifests, then build, start and ask the image: half an hour on two cores and 12 GB of disk
 	$(call where,buildah debootstrap,if [ $$(id -u) = 0 ]; then $(MAKE) --no-print-directory image-check; \
 	  else echo "ragcache: warning: images are not checked: that needs root"; fi)
 
@@ -170,7 +186,7 @@ check-manifests: $(PUBLISH)/.ready ## check Compose, chart, manifests, rules, Te
 	$(PUBLISH)/bin/check-jsonschema --builtin-schema vendor.compose-spec examples/deployment/compose.yaml
 	$(PUBLISH)/bin/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
 	$(PUBLISH)/bin/kubernetes-validate --strict --quiet $(filter-out %/kustomization.yaml,$(wildcard examples/deployment/kubernetes/*.yaml))
-	$(PUBLISH)/bin/python -m pytest --quiet --config-file /dev/null --rootdir . --confcutdir tests/deployment -p no:cacheprovider tests/deployment
+	$(PUBLISH)/bin/python -m pytest --quiet --config-file /dev/null --rootdir . --confcutdir tests/deployment -p no:cacheprovider -rs tests/deployment
 	$(call where,promtool,promtool test rules examples/monitoring/ragcache-rules-test.yml)
 	$(call where,terraform,terraform fmt -check -recursive examples/deployment/terraform)
 
@@ -180,8 +196,8 @@ manifests: $(PUBLISH)/.ready ## write examples/deployment/kubernetes from the ch
 image-check: $(PUBLISH)/.ready ## build the images without a registry, start Dockerfile.cpu's and ask it; as root, with buildah and debootstrap
 	$(PUBLISH)/bin/python -m tests.deployment.image $(if $(TORCH_INDEX),--torch-index $(TORCH_INDEX)) $(ARGS)
 
-release-images: ## image-check for a release: each base image needs a digest
-	$(MAKE) --no-print-directory image-check ARGS="--release $(ARGS)"
+release-images: ## image-check over the Dockerfiles' bases, which need digests; REGISTRY=ghcr.io/owner uploads what passed
+	$(MAKE) --no-print-directory image-check ARGS="--release $(if $(REGISTRY),--push $(REGISTRY)) $(ARGS)"
 
 audit: $(PUBLISH)/.ready ## ask for known vulnerabilities of the packages that images install; STRICT=1: what is not audited is an error
 	@mkdir -p build
@@ -206,6 +222,7 @@ bench-simulation: $(READY) ## simulate policies, orders and queues; writes build
 
 bench-chunks: $(READY) ## measure what reuse of documents anywhere saves and costs; writes build/bench-chunks.json (an hour and a half)
 	$(VENV)/bin/python -m examples.demo_model_training.recurring --out build/recurring-questions.jsonl
+	$(VENV)/bin/python -m examples.demo_model_training.recurring --deep --seed 890000 --num-questions 40 --out build/deep-questions.jsonl
 	$(VENV)/bin/python -m benchmarks.chunks $(if $(MODEL),--model $(MODEL)) $(if $(RESUME),--resume) $(foreach part,$(ONLY),--only $(part))
 
 bench-fleet: $(READY) ## measure what replicas are worth, simulated and real; writes build/bench-fleet.json (an hour)

@@ -11,7 +11,7 @@ from typing import Any
 import click
 from tqdm import tqdm
 
-from benchmarks.report import BenchmarkPlan, Goals, Part, merged, read_report, table, to_json
+from benchmarks.report import BenchmarkPlan, Goals, Part, key_of, merged, read_report, table, to_json
 from ragcache_core.reports.machine import machine
 
 _MINUTES_HELP = "Start no part that could end later; at least one runs."
@@ -29,8 +29,8 @@ def benchmark(
 ) -> click.Command:
     """Return the command that measures ``parts`` and writes ``build/<name>.json``.
 
-    With --resume it goes on after the parts that an earlier run at this commit has measured. With ``keeps_runs`` parts
-    also keep what is finished of them in ``Plan.kept_at``. With ``part_minutes``, a part's longest
+    With --resume it goes on after the parts that an earlier run at this commit has measured with the same seeds. With
+    ``keeps_runs`` parts also keep what is finished of them in ``Plan.kept_at``. With ``part_minutes``, a part's longest
     time, the command has --minutes and starts no part that could end later.
     """
 
@@ -43,7 +43,15 @@ def benchmark(
         type=click.Path(exists=True, file_okay=False, path_type=Path),
         help="Folder of .md files that the prompts are made of.",
     )
-    @click.option("--seed", default=0, show_default=True, help="Of everything that is drawn at random.")
+    @click.option(
+        "--seed",
+        "seeds",
+        default=(0,),
+        show_default=True,
+        multiple=True,
+        type=click.IntRange(min=0),
+        help="Of everything that is drawn at random; may be repeated, and all parts run with the first one first.",
+    )
     @click.option("--quick", is_flag=True, help="Small sizes, to see that it runs; the figures mean nothing.")
     @click.option("--only", multiple=True, type=click.Choice(list(parts)), help="Measure this part; may be repeated.")
     @click.option("--resume", is_flag=True, help="Go on with what was finished when it was interrupted.")
@@ -51,7 +59,7 @@ def benchmark(
     def main(
         model: str,
         corpus: Path,
-        seed: int,
+        seeds: tuple[int, ...],
         quick: bool,
         only: tuple[str, ...],
         resume: bool,
@@ -61,42 +69,48 @@ def benchmark(
         latest_start_s = None
         if minutes is not None and part_minutes is not None:
             latest_start_s = time.monotonic() + 60 * (minutes - part_minutes)
-        kept_at = output.with_name(output.name + ".runs.jsonl") if keeps_runs else None
-        if kept_at is not None and kept_at.exists() and not resume:
-            raise click.UsageError(
-                f"{kept_at} keeps what an interrupted run finished: go on with it by --resume (make: RESUME=1), or "
-                "delete it."
-            )
-        facts = {**machine(), "model": model, "seed": seed, "quick": quick}
+        kept = {seed: output.with_name(key_of(output.name, seed) + ".runs.jsonl") for seed in seeds if keeps_runs}
+        for path in kept.values():
+            if path.exists() and not resume:
+                raise click.UsageError(
+                    f"{path} keeps what an interrupted run finished: go on with it by --resume (make: RESUME=1), or "
+                    "delete it."
+                )
+        facts = {**machine(), "model": model, "quick": quick}
         report = read_report(output) if only or resume else {}
-        names = only or tuple(parts)
+        wanted = {key_of(name, seed): (name, seed) for seed in seeds for name in only or parts}
         measured = {each: part for each, part in report.get("parts", {}).items() if facts.items() <= part.items()}
-        missing = [each for each in names if not (resume and each in measured)]
-        found = _figures(part for each, part in measured.items() if each not in missing)
+        missing = [each for each in wanted if not (resume and each in measured)]
+        found = {
+            seed: _figures(p for each, p in measured.items() if p["seed"] == seed and each not in missing)
+            for seed in seeds
+        }
         left_out: Sequence[str] = ()
         with tqdm(total=len(missing), desc=name, bar_format="{desc} {n}/{total} [{elapsed}]", disable=None) as bar:
-            plan = BenchmarkPlan(model, corpus, seed, quick, bar.set_description_str, kept_at, found)
-            for number, part_name in enumerate(missing):
+            for number, key in enumerate(missing):
                 if number and latest_start_s is not None and time.monotonic() > latest_start_s:
                     left_out = missing[number:]
                     break
+                part_name, seed = wanted[key]
+                plan = BenchmarkPlan(model, corpus, seed, quick, bar.set_description_str, kept.get(seed), found[seed])
                 started_s = time.perf_counter()
-                part = to_json(parts[part_name](plan), facts)
+                part = to_json(parts[part_name](plan), {**facts, "seed": seed})
                 part["seconds"] = round(time.perf_counter() - started_s, 1)
-                report = merged(report, {part_name: part}, goals)
-                found |= _figures([part])
+                report = merged(report, part_name, part, goals)
+                found[seed] |= _figures([part])
                 output.parent.mkdir(parents=True, exist_ok=True)
                 output.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
                 bar.update()
-        if kept_at is not None:
-            kept_at.unlink(missing_ok=True)
+        for path in kept.values():
+            path.unlink(missing_ok=True)
         click.echo(", ".join(f"{key} {value}" for key, value in facts.items()))
-        names = tuple(each for each in names if each not in left_out)
-        for part_name in names:
-            part = report["parts"][part_name]
-            click.echo(f"{part_name}: warm-up: {part['warm_up']}; {part['seconds']} s")
-        figures = (figure for part_name in names for figure in report["parts"][part_name]["figures"])
-        click.echo("\n" + table(figures, goals))
+        shown = {each: report["parts"][each] for each in wanted if each not in left_out}
+        for each, part in shown.items():
+            click.echo(f"{each}: warm-up: {part['warm_up']}; {part['seconds']} s")
+        for seed in seeds:
+            figures = [figure for part in shown.values() if part["seed"] == seed for figure in part["figures"]]
+            if figures:
+                click.echo(f"\nseed {seed}:\n" + table(figures, goals))
         click.echo(f"\nwritten to {output}")
         if left_out:
             left = ", ".join(left_out)

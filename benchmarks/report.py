@@ -118,17 +118,38 @@ def to_json(part: Part, facts: Mapping[str, object]) -> dict[str, Any]:
     }
 
 
-def merged(report: Mapping[str, Any], parts: Mapping[str, dict[str, Any]], goals: Goals) -> dict[str, Any]:
-    """Return a report with ``parts`` in place of earlier ones, and each figure by its key."""
-    all_parts = {**report.get("parts", {}), **parts}
-    figures = [figure for part in all_parts.values() for figure in part["figures"]]
-    missed = [f["key"] for f in figures if f["key"] in goals and not goals[f["key"]].is_met(f["value"])]
-    return {
-        **{figure["key"]: figure["value"] for figure in figures},
-        "goals_missed": missed,
-        "goals_not_measured": sorted(goals.keys() - {figure["key"] for figure in figures}),
-        "parts": all_parts,
+def key_of(name: str, seed: int) -> str:
+    """Return the key of a part in a report: its name, with ``@`` and the seed if that is not 0."""
+    return f"{name}@{seed}" if seed else name
+
+
+def merged(report: Mapping[str, Any], name: str, part: Mapping[str, Any], goals: Goals) -> dict[str, Any]:
+    """Return a report with a part in place of an earlier one, and each figure by its key: its median over the seeds.
+
+    A goal holds for every seed. What other seeds gave stays, if it is of the same commit, machine and model.
+    """
+    key = key_of(name, part["seed"])
+    parts = {
+        other: each
+        for other, each in report.get("parts", {}).items()
+        if other.partition("@")[0] != name or _facts(each) == _facts(part)
     }
+    parts[key] = dict(part)
+    values: dict[str, list[float]] = {}
+    for figure in (figure for each in parts.values() for figure in each["figures"]):
+        values.setdefault(figure["key"], []).append(figure["value"])
+    met = {key: all(map(goals[key].is_met, found)) for key, found in values.items() if key in goals}
+    return {
+        **{key: found[0] if len(found) == 1 else float(np.median(found)) for key, found in values.items()},
+        "goals_missed": [key for key, is_met in met.items() if not is_met],
+        "goals_not_measured": sorted(goals.keys() - met.keys()),
+        "parts": parts,
+    }
+
+
+def _facts(part: Mapping[str, Any]) -> dict[str, Any]:
+    measured = ("seed", "warm_up", "figures", "details", "seconds")
+    return {key: value for key, value in part.items() if key not in measured}
 
 
 def read_report(path: Path) -> dict[str, Any]:

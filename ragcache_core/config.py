@@ -227,6 +227,10 @@ class ChunkReuse(ChunkReuseRequest):
     share: Annotated[float, Field(gt=0, le=1, strict=True)] = 0.5
     """Share of ``host_bytes`` and ``disk_bytes`` for chunks. The rest is for exact prefixes."""
 
+    max_variants: Annotated[int, Field(ge=1, le=64, strict=True)] = 5
+    """Cached versions of a document, each computed behind other documents (the M of Cache-Craft §3.3). A further one
+    replaces the one that saved least."""
+
     is_default: bool = True
     """Whether requests without a setting of their own reuse chunks."""
 
@@ -348,9 +352,10 @@ class CacheConfig(_Settings):
     queue_window: Annotated[int, Field(ge=0, le=_LARGEST, strict=True)] = 32
     """Number of later requests that may overtake a waiting request; 0 for none."""
 
-    max_prefill_bs: Annotated[int, Field(ge=0, le=_LARGEST, strict=True)] = 4
+    max_prefill_bs: Annotated[int, Field(ge=0, le=_LARGEST, strict=True)] | None = None
     """How many speculative requests, which prefill documents before the search ends, may run at a time while no other
-    request waits or is prefilled; 0 switches speculation off. See RAGCache §5.3."""
+    request waits or is prefilled; 0 switches speculation off. By default another one starts while the prompts of those
+    that run are shorter together than a step of the engine, and than the GPU KV cache. See RAGCache §5.3."""
 
     max_documents: Annotated[int, Field(ge=0, le=_LARGEST, strict=True)] = 100_000
     """Registered documents that the server recognises in prompts without a tenant; a tenant has a fifth of it. 0: none
@@ -364,6 +369,11 @@ class CacheConfig(_Settings):
     chunk_reuse: ChunkReuse | None = None
     """Chunk reuse: a document's KV is reused at another position in the prompt. **Approximate**, so it is off by
     default. In a TOML file it is the table ``[cache.chunk_reuse]``."""
+
+    @property
+    def speculates(self) -> bool:
+        """Whether speculative requests are admitted."""
+        return self.max_prefill_bs != 0
 
     @model_validator(mode="after")
     def _check_tiers(self) -> Self:

@@ -109,6 +109,13 @@ LOG_EVENTS: Final[dict[str, dict[str, LogEvent]]] = {
             "Workers share no memory, so there is no disk tier, and the host tier ends with the engine.",
             "Keep all workers on one host.",
         ),
+        "RC-HOST-HELD": LogEvent(
+            "WARNING",
+            "The host tier cannot take a request's KV, because copies or requests hold all that it has. That KV is not "
+            "stored yet. Requests go on.",
+            "None if it comes seldom. Else raise `host_bytes`, or look for a slow disk.",
+            is_limited=True,
+        ),
         "RC-HOST-SMALL": LogEvent(
             "WARNING",
             "The host tier has less than half the size of the GPU KV cache, so it seldom has a hit.",

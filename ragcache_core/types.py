@@ -177,7 +177,9 @@ class Origin(enum.IntEnum):
         return self.name.lower()
 
 
-QuestionFormat = Literal["auto", "ragcache", "squad", "hotpotqa", "musique", "2wikimultihopqa", "longbench"]
+QuestionFormat = Literal[
+    "auto", "ragcache", "squad", "hotpotqa", "musique", "2wikimultihopqa", "longbench", "drop", "cnn_dailymail", "xsum"
+]
 """Format of a file of questions: JSON lines, or a published set's; see ``quality/published.py``."""
 
 SelectionName = Literal["cache_craft", "whole_chunks"]

@@ -25,6 +25,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 from ragcache_core import log
 from ragcache_core.client import Engine
 from ragcache_core.client.pipeline.histories import HISTORIES
+from ragcache_core.client.prompts.retrieved_documents import RETRIEVED
 from ragcache_core.client.speculation.speculation import Speculation, SpeculationManager
 from ragcache_core.config import CacheConfig
 from tests.support.measured import measured
@@ -80,7 +81,8 @@ def _has_gpu() -> bool:
 
 @pytest.fixture(autouse=True)
 def nothing_learnt_before(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have each test begin without what searches of another one, or of the user, have taught of a store's stages."""
+    """Have each test begin without what searches of another one, or of the user, have found and taught."""
+    RETRIEVED.clear()
     monkeypatch.setattr(HISTORIES, "folder", tmp_path_factory.getbasetemp() / "stages" / str(next(_NUMBERS)))
 
 

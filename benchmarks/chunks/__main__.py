@@ -7,7 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from benchmarks.chunks.ablations import measure_ablations
 from benchmarks.chunks.answers import measure_answers, measure_curve
+from benchmarks.chunks.focus import measure_focus
+from benchmarks.chunks.layers import measure_layers
 from benchmarks.chunks.load import measure_load
 from benchmarks.chunks.ttft import measure_ttft
 from benchmarks.command import benchmark
@@ -35,11 +38,14 @@ PARTS: dict[str, Callable[[BenchmarkPlan], Part]] = {
     "ttft": measure_ttft,
     "load": measure_load,
     "curve": measure_curve,
+    "ablations": measure_ablations,
+    "layers": measure_layers,
+    "focus": measure_focus,
 }
 
 main = benchmark(
     "bench-chunks",
-    "Measure chunk reuse: computed tokens, right answers by kind of question, several alphas, times alone and loaded.",
+    "Measure chunk reuse: computed tokens, right answers by kind, alphas, ablations, times alone and loaded.",
     PARTS,
     GOALS,
     """  python -m examples.demo_model_training.recurring --out build/recurring-questions.jsonl

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 
 from benchmarks.engines import BLOCK_SIZE
 from benchmarks.report import BenchmarkPlan, Figure, Part
@@ -126,12 +127,20 @@ def _summaries(plan: BenchmarkPlan, methods: Sequence[Method]) -> dict[str, dict
 
 
 def asked(
-    plan: BenchmarkPlan, model: str, questions: Sequence[Question], methods: Sequence[Method]
+    plan: BenchmarkPlan,
+    model: str,
+    questions: Sequence[Question],
+    methods: Sequence[Method],
+    *,
+    env: Mapping[str, str] = MappingProxyType({}),
 ) -> Iterator[tuple[Method, list[ScoredAnswer]]]:
-    """Yield each method's answers by the model, all methods with engines of the same sizes."""
+    """Yield each method's answers by the model, all methods with engines of the same sizes.
+
+    ``env`` are variables of the engines.
+    """
     options = {
         "dtype": "float32", "enforce_eager": True, "max_model_len": 1024, "progress": False, "max_restarts": 0,
-        "env": {"HF_HUB_OFFLINE": "1"},
+        "env": {"HF_HUB_OFFLINE": "1", **env},
     }  # fmt: skip
     sizes = CacheConfig(kv_cache_bytes="256MiB", host_bytes="2GiB", block_size=BLOCK_SIZE)
     run = QualityRun(model, questions, sizes, max_tokens=32, launch_options=options)

@@ -17,6 +17,7 @@ _QUICK_REQUESTS = 120
 _EPILOG = """\b
 Examples:
   python -m benchmarks.papers "table 2"
+  python -m benchmarks.papers "figure 6" --searches build/traces/monday.jsonl
   python -m benchmarks.papers "figure 13" "figure 15" --seeds 5 --plot load.png
   python -m benchmarks.papers --jobs 4 --plot build/bench-papers.html
   python -m benchmarks.papers --quick      (to see that it runs; the figures mean nothing)
@@ -34,6 +35,17 @@ Examples:
 )
 @click.option("--jobs", type=click.IntRange(1), help="Runs at a time. [default: one for each core]")
 @click.option("--quick", is_flag=True, help=f"One seed and {_QUICK_REQUESTS} requests; the figures mean nothing.")
+@click.option(
+    "--searches",
+    multiple=True,
+    type=click.Path(path_type=Path, exists=True, dir_okay=False),
+    help="Recorded searches for Figure 6: a trace of 'ragcache trace import'. May be repeated.",
+)
+@click.option(
+    "--questions",
+    type=click.Path(path_type=Path, exists=True, dir_okay=False),
+    help="Questions for Figure 6: a file of 'ragcache quality', whose documents are the corpus. [default: the demo's]",
+)
 @click.option("--markdown", is_flag=True, help="Print sections of a page.")
 @click.option(
     "--output", default="build/bench-papers.json", show_default=True, type=click.Path(path_type=Path, dir_okay=False)
@@ -46,6 +58,8 @@ def main(
     num_requests: int | None,
     jobs: int | None,
     quick: bool,
+    searches: tuple[Path, ...],
+    questions: Path | None,
     markdown: bool,
     output: Path,
     plot: Path | None,
@@ -73,6 +87,8 @@ def main(
             journal=journal,
             on_plan=bar.plan,
             on_requests=bar.advance,
+            searches=searches,
+            questions=questions,
         )
         for figure in measure(names or FIGURES, runs):
             figures.append(figure)

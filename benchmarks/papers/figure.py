@@ -155,6 +155,8 @@ class PaperFigure:
     def reproduction(self) -> str:
         """Return a line that says how many rows agree, and which do not."""
         compared = self.compared
+        if not compared:
+            return "the paper has no number to compare"
         by_verdict: dict[Verdict, list[Row]] = {}
         for row in compared:
             by_verdict.setdefault(row.verdict, []).append(row)

@@ -16,13 +16,16 @@ from benchmarks.papers.large_models import figure_16
 from benchmarks.papers.policies import figure_17, table_2
 from benchmarks.papers.reordering import figure_18
 from benchmarks.papers.request_rate import figure_13, figure_14, figure_15, table_4
+from benchmarks.papers.retrieval_skew import figure_6
 from benchmarks.papers.runs import FIRST_SEED, MISTRAL, PaperRuns
 from benchmarks.papers.search import figure_19, table_3
+from benchmarks.papers.stored_chunks import figure_25, figure_29
 from ragcache_core.reports.machine import machine
 from ragcache_core.reports.page import Report
 
 FIGURES: Mapping[str, Callable[[PaperRuns], PaperFigure]] = MappingProxyType(
     {
+        "figure 6": lambda runs: figure_6(runs.searches, runs.questions),
         "figure 13": figure_13,
         "figure 14": figure_14,
         "figure 15": figure_15,
@@ -35,6 +38,8 @@ FIGURES: Mapping[str, Callable[[PaperRuns], PaperFigure]] = MappingProxyType(
         "table 4": table_4,
         "cache-craft 22": figure_22,
         "cache-craft 24": figure_24,
+        "cache-craft 25": figure_25,
+        "cache-craft 29": figure_29,
     }
 )
 """In the order in which they are measured; those that share runs stand together."""

@@ -131,6 +131,8 @@ MEAN_CORPUS_TOKENS = 3_718.0
 HOST_LARGE_GIB = 384
 MIXTRAL_MAX_BATCH = 8
 
+SSD_LOAD_S = 0.59
+"""Cache-Craft §5.3.2: a request's five chunks of Sys-X, LLaMA-3-8B."""
 CACHE_CRAFT: Mapping[str, PublishedResult] = MappingProxyType(
     {
         "throughput, none recomputed": PublishedResult.exactly(1.9, "§5.3.1, Figure 22: up to"),
@@ -141,6 +143,10 @@ CACHE_CRAFT: Mapping[str, PublishedResult] = MappingProxyType(
         "p99 ttft": PublishedResult.exactly(3.0, "§5.4.1, Figure 24"),
         "computed": PublishedResult.exactly(0.49, "§5.4.1, Figure 24"),
         "exact prefix": PublishedResult.exactly(0.18, "§5.4.1"),
+        "chunks": PublishedResult.exactly(186, "§5.4.1, Figure 25"),
+        "versions": PublishedResult.exactly(11, "§5.4.1, Figure 25: up to"),
+        "ssd async": PublishedResult.exactly(0.27, "§5.3.2, Figure 29"),
+        "ssd layer-wise": PublishedResult.exactly(0.12, "§5.3.2, Figure 29"),
     }
 )
 """What Cache-Craft's text says of reuse at any position against prefix caching, on Sys-X with LLaMA-3-8B."""

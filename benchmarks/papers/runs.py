@@ -50,6 +50,7 @@ class PaperRuns:
         journal: where each run is kept as soon as it is finished.
         on_plan: told how many more requests are to be simulated.
         on_requests: told now and then how many more have been.
+        searches, questions: of Figure 6, see :func:`~benchmarks.papers.retrieval_skew.figure_6`.
 
     Attributes:
         keys: of the runs that were asked for so far.
@@ -65,10 +66,13 @@ class PaperRuns:
         journal: Journal | None = None,
         on_plan: Callable[[int], object] = lambda _: None,
         on_requests: Callable[[int], object] = lambda _: None,
+        searches: Sequence[Path] = (),
+        questions: Path | None = None,
     ) -> None:
         self.num_seeds = num_seeds
         self.num_requests = num_requests
         self.keys: set[str] = set()
+        self.searches, self.questions = searches, questions
         self._jobs = jobs
         self._finished = dict(finished or {})
         self._journal = journal

@@ -2,8 +2,8 @@
 
 Every seed gives one trace, and all systems run on it: ratios are taken seed by seed, and reported as their mean with
 the spread over the seeds. The baseline is the paper's Algorithm 1 to the letter: PGDSF whose counts end with a
-document's eviction, documents in the order of the search; ``policies`` has rivals and traces of its own. Nothing is
-asserted: the table says which goals are met.
+document's eviction, documents in the order of the search; ``policies``, ``histories`` and ``imported`` have rivals and
+traces of their own. Nothing is asserted: the table says which goals are met.
 """
 
 from __future__ import annotations
@@ -285,6 +285,8 @@ PARTS: dict[str, Callable[[BenchmarkPlan], Part]] = {
     "load": measure_load,
     "batches": measure_batches,
     "policies": rivals.measure_policies,
+    "histories": rivals.measure_histories,
+    "imported": rivals.measure_imported,
 }
 
 main = benchmark(

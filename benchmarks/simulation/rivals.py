@@ -25,7 +25,8 @@ from ragcache_core.sim.traces.trace import Trace, read_trace, write_trace
 from ragcache_core.sim.traces.workload import WORKLOADS, make_trace
 
 RIVALS = ("lru", "lfu", "gdsf", "pgdsf", "s3fifo", "arc")
-MADE = ("mmlu", "nq", "sysx", "drift", "conversation", "agents")
+DOCUMENTS = ("mmlu", "nq", "sysx", "drift")
+HISTORIES = ("conversation", "agents")
 IMPORTED = Path("build/traces")
 """Traces that ``ragcache trace import`` wrote to this folder, ``NAME.jsonl``, are measured beside those made here."""
 TIERS = {"gpu": (8, 0, 0), "tiers": (1, 3, 4), "host": (3, 5, 0)}
@@ -33,6 +34,9 @@ TIERS = {"gpu": (8, 0, 0), "tiers": (1, 3, 4), "host": (3, 5, 0)}
 _SHARES = (0.01, 0.03, 0.1, 0.3, 0.6)
 _FIRST_SEED = 2  # policies were tuned on seed 1
 _NUM_REQUESTS = 6_000
+_NUM_OF_HISTORIES = 3_000
+_HISTORY_BLOCK = 32
+"""Tokens of a block: an answer of an agent fills several, and a prompt of a conversation has some hundreds."""
 _GAP_S = 1_000.0
 
 ByShare = Mapping[float, Mapping[str, Summary]]
@@ -41,7 +45,7 @@ ByShare = Mapping[float, Mapping[str, Summary]]
 
 def goals() -> dict[str, Goal]:
     """Return what the default policy has to reach: on what is made here, and on the imported traces that there are."""
-    names = (*MADE, *(path.stem for path in _imported()))
+    names = (*DOCUMENTS, *HISTORIES, *(path.stem for path in _imported()))
     return {
         f"{name}_{what}_of_best_{tiers}": goal
         for name, tiers in product(names, TIERS)
@@ -50,13 +54,27 @@ def goals() -> dict[str, Goal]:
 
 
 def measure_policies(plan: BenchmarkPlan) -> Part:
-    """Compare the default policy with the best of its rivals at every capacity, on GPU alone and on three tiers."""
+    """Compare the default policy with the best of its rivals at every capacity, on GPU alone and on more tiers."""
+    return _measure(plan, "policies", _made(plan, DOCUMENTS, _NUM_REQUESTS))
+
+
+def measure_histories(plan: BenchmarkPlan) -> Part:
+    """Do the same where prompts begin with a conversation's history, in blocks."""
+    return _measure(plan, "histories", _made(plan, HISTORIES, _NUM_OF_HISTORIES))
+
+
+def measure_imported(plan: BenchmarkPlan) -> Part:
+    """Do the same with imported traces."""
     num_requests = plan.sized(_NUM_REQUESTS, 200)
+    return _measure(plan, "imported", ((path.stem, read_trace(path).head(num_requests)) for path in _imported()))
+
+
+def _measure(plan: BenchmarkPlan, part: str, traces: Iterable[tuple[str, Trace]]) -> Part:
     runs: dict[tuple[str, str, float], list[SweepRun]] = {}
     num_to_do = 0
     with TemporaryDirectory(prefix="ragcache-rivals-") as folder:
-        for name, trace in _traces(num_requests, _FIRST_SEED + plan.seed):
-            plan.report(f"policies: {name}")
+        for name, trace in traces:
+            plan.report(f"{part}: {name}")
             path = Path(folder) / f"{name}.jsonl"
             write_trace(one_by_one(trace), path)
             num_distinct = distinct_tokens(trace)
@@ -66,12 +84,12 @@ def measure_policies(plan: BenchmarkPlan) -> Part:
                     continue  # vLLM rejects such a prompt
                 of = runs[name, tiers, share] = plan_runs([path], options, policies=(DEFAULT_POLICY, *RIVALS))
                 num_to_do += len(of) * len(trace)
-        done = iter(simulate_runs(plan, "policies", [run for of in runs.values() for run in of], num_to_do))
+        done = iter(simulate_runs(plan, part, [run for of in runs.values() for run in of], num_to_do))
     results: dict[tuple[str, str], dict[float, dict[str, Summary]]] = {}
     for (name, tiers, share), of in runs.items():
         results.setdefault((name, tiers), {})[share] = {run.options.policy: next(done).summary for run in of}
     return Part(
-        f"an eighth of {num_requests:,} requests, seed {_FIRST_SEED + plan.seed}",
+        f"an eighth of the requests; seed {_FIRST_SEED + plan.seed} of what is made",
         tuple(figure for (name, tiers), of in results.items() for figure in figures_of(name, tiers, of)),
         {f"{name}, {tiers}": _details(by_share) for (name, tiers), by_share in results.items()},
     )
@@ -116,27 +134,20 @@ def longest_prompt(trace: Trace) -> int:
     """Return the tokens of the longest prompt with its answer, and of the blocks that it fills in part."""
     documents = np.add.reduceat(np.append(trace.doc_tokens, 0), trace.first[:-1]) * (np.diff(trace.first) > 0)
     tokens = trace.history_tokens + documents + trace.question_tokens + trace.output_tokens
-    return int(tokens.max()) + 2 * LabOptions().block_size
+    return int(tokens.max()) + 2 * _HISTORY_BLOCK
 
 
 def _options(tiers: str, num_tokens: int, trace: Trace) -> LabOptions:
     """Return a run's options: whole documents, or blocks where there are histories."""
     gpu, host, disk = (num_tokens * eighths // 8 for eighths in TIERS[tiers])
-    return LabOptions(
-        gpu_tokens=gpu,
-        host_tokens=host,
-        disk_tokens=disk,
-        retrieval_s=0.0,
-        warm_up=len(trace) // 8,
-        granularity="block" if (trace.conversation >= 0).any() else "document",
-    )
+    has_histories = bool((trace.conversation >= 0).any())
+    options = LabOptions(gpu_tokens=gpu, host_tokens=host, disk_tokens=disk, retrieval_s=0.0, warm_up=len(trace) // 8)
+    return replace(options, granularity="block", block_size=_HISTORY_BLOCK) if has_histories else options
 
 
-def _traces(num_requests: int, seed: int) -> Iterator[tuple[str, Trace]]:
-    for name in MADE:
-        yield name, make_trace(WORKLOADS[name], num_requests, seed)
-    for path in _imported():
-        yield path.stem, read_trace(path).head(num_requests)
+def _made(plan: BenchmarkPlan, names: Iterable[str], num_requests: int) -> Iterator[tuple[str, Trace]]:
+    for name in names:
+        yield name, make_trace(WORKLOADS[name], plan.sized(num_requests, 200), _FIRST_SEED + plan.seed)
 
 
 def _imported() -> list[Path]:

@@ -25,7 +25,7 @@ from ragcache_core.errors import ConfigError, StoreCorruptError, StoreError, Sto
 from ragcache_core.log import logger_of
 from ragcache_core.private_files import FILE_MODE, make_private_folder, open_private
 from ragcache_core.prompt import ChatMessage, DocumentSpan, locate_documents
-from ragcache_core.retrieval.base import Vectors
+from ragcache_core.retrieval.base import Vectors, check_count
 from ragcache_core.retrieval.embedders.base import as_embedder, check_query
 from ragcache_core.retrieval.store import DocumentStore
 from ragcache_core.runtime.handle import Handle
@@ -173,8 +173,7 @@ class AnswerCache(Handle, AbstractContextManager["AnswerCache"]):
     ) -> None:
         if isinstance(threshold, bool) or not isinstance(threshold, int | float) or not 0 < threshold <= 1:
             raise ConfigError(f"threshold is {threshold!r}: give a cosine above 0, and at most 1")
-        if isinstance(max_answers, bool) or not isinstance(max_answers, int) or max_answers < 1:
-            raise ConfigError(f"max_answers is {max_answers!r}: give a whole number of at least 1")
+        check_count("max_answers", max_answers, 1)
         self._threshold = threshold
         self._max_answers = max_answers
         self._lock = threading.RLock()

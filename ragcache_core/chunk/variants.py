@@ -1,43 +1,35 @@
-"""The cached versions of chunks: one per context, a limited number, evicting the least reusable first."""
+"""The cached versions of chunks: one per context, a limited number per chunk, the least reusable replaced first."""
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Callable
 
 from ragcache_core.chunk.types import ChunkKey, ChunkStatistics, ChunkVariant, ContextKey
 from ragcache_core.errors import ConfigError
 
-_MIN_ENTRIES = 64
-
 
 class VariantTable:
     """The cached versions and their reuse frequencies f_r (Cache-Craft §3.3), without KV.
 
-    At most ``max_instances`` variants (the paper's N x M) are kept: many of one chunk, or one each of many chunks.
-    ``max_variants`` also bounds those of one chunk, and so the variants that a plan searches. A use of a variant adds
-    ``1 / CFO`` to its f_r; the variant with the lowest f_r is evicted first, the older of equals.
+    A chunk has at most ``max_variants`` of them, which bounds those that a plan searches. A use of a variant adds
+    ``1 / CFO`` to its f_r; of a chunk's variants the one with the lowest f_r is replaced first, the older of equals.
 
-    The caller evicts before it adds::
+    The caller makes space before it adds::
 
         if table.captured_in(key, context) is None:
             while table.is_full(key): remove(table.victim(key, is_evictable))
             table.add(key, num_tokens, statistics)
 
     Raises:
-        ConfigError: a bound is below 1.
+        ConfigError: ``max_variants`` is below 1.
     """
 
-    def __init__(self, max_instances: int, max_variants: int | None = None) -> None:
-        if max_instances < 1 or (max_variants is not None and max_variants < 1):
-            raise ConfigError(
-                f"max_instances is {max_instances!r}, max_variants {max_variants!r}; both must be 1 or more"
-            )
-        self._max_instances = max_instances
-        self._max_variants = max_instances if max_variants is None else max_variants
+    def __init__(self, max_variants: int) -> None:
+        if max_variants < 1:
+            raise ConfigError(f"max_variants is {max_variants!r}; it must be 1 or more")
+        self._max_variants = max_variants
         self._variants: dict[ChunkKey, dict[int, ChunkVariant]] = {}
         self._reuse: dict[int, float] = {}
-        self._heap: list[tuple[float, int, ChunkKey]] = []  # valid while its f_r is still the variant's
         self._next_number = 0
 
     def __len__(self) -> int:
@@ -60,20 +52,15 @@ class VariantTable:
         return self._reuse[variant.number]
 
     def is_full(self, key: ChunkKey) -> bool:
-        """Return whether a version must be evicted before another one of ``key`` is added."""
-        return len(self) >= self._max_instances or self._is_crowded(key)
+        """Return whether a version must be removed before another one of ``key`` is added."""
+        return len(self._variants.get(key, {})) >= self._max_variants
 
     def victim(
-        self, key: ChunkKey | None = None, is_evictable: Callable[[ChunkVariant], bool] = lambda _: True
+        self, key: ChunkKey, is_evictable: Callable[[ChunkVariant], bool] = lambda _: True
     ) -> ChunkVariant | None:
-        """Return the evictable version with the lowest f_r, without removing it; ``None`` if there is none.
-
-        With ``key``, the chunk of a variant to add: one of its own if it has ``max_variants``.
-        """
-        if key is not None and self._is_crowded(key):
-            own = [variant for variant in self._variants[key].values() if is_evictable(variant)]
-            return min(own, key=lambda variant: (self._reuse[variant.number], variant.number), default=None)
-        return self._lowest(is_evictable)
+        """Return the evictable version of a chunk with the lowest f_r, without removing it; ``None`` if none is."""
+        own = [variant for variant in self._variants.get(key, {}).values() if is_evictable(variant)]
+        return min(own, key=lambda variant: (self._reuse[variant.number], variant.number), default=None)
 
     def add(self, key: ChunkKey, num_tokens: int, statistics: ChunkStatistics) -> ChunkVariant:
         """Return the new version of a chunk, with f_r 0 and an unused number.
@@ -92,15 +79,13 @@ class VariantTable:
             ValueError: the table is full for its chunk, has this variant already, or its number is another's.
         """
         if self.is_full(variant.key):
-            raise ValueError(
-                f"{len(self)} variants are kept, {len(self.variants(variant.key))} of this chunk: evict first"
-            )
+            raise ValueError(f"{self._max_variants} variants of this chunk are kept: evict first")
         known = self.captured_in(variant.key, variant.statistics.context)
         if known is not None or variant.number in self._reuse:
             raise ValueError(f"variant {variant.number} of chunk {variant.key.hex()[:12]} is kept already")
         self._variants.setdefault(variant.key, {})[variant.number] = variant
         self.retire(variant.number)
-        self._rank(variant, reuse)
+        self._reuse[variant.number] = reuse
 
     def retire(self, number: int) -> None:
         """Never use a number again."""
@@ -121,32 +106,4 @@ class VariantTable:
         A use that recomputed nothing counts as if it had been one token: 1 / CFO has no bound there.
         """
         if variant in self:
-            self._rank(variant, self._reuse[variant.number] + 1.0 / max(overhead, 1.0 / variant.num_tokens))
-
-    def _is_crowded(self, key: ChunkKey) -> bool:
-        return len(self._variants.get(key, {})) >= self._max_variants
-
-    def _rank(self, variant: ChunkVariant, reuse: float) -> None:
-        self._reuse[variant.number] = reuse
-        heapq.heappush(self._heap, (reuse, variant.number, variant.key))
-        if len(self._heap) > max(_MIN_ENTRIES, 4 * len(self)):
-            self._heap = [entry for entry in self._heap if self._is_valid(entry)]
-            heapq.heapify(self._heap)
-
-    def _is_valid(self, entry: tuple[float, int, ChunkKey]) -> bool:
-        reuse, number, _ = entry
-        return self._reuse.get(number) == reuse
-
-    def _lowest(self, is_evictable: Callable[[ChunkVariant], bool]) -> ChunkVariant | None:
-        kept_back = []
-        lowest = None
-        while self._heap and lowest is None:
-            entry = heapq.heappop(self._heap)
-            if self._is_valid(entry):
-                kept_back.append(entry)
-                _, number, key = entry
-                variant = self._variants[key][number]
-                lowest = variant if is_evictable(variant) else None
-        for entry in kept_back:
-            heapq.heappush(self._heap, entry)
-        return lowest
+            self._reuse[variant.number] += 1.0 / max(overhead, 1.0 / variant.num_tokens)

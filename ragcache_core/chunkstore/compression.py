@@ -20,7 +20,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
@@ -60,11 +60,10 @@ class Packing(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PackingSpeed:
-    """The effect of a method on a sample: share of bytes kept, and bytes per second of a core."""
+    """The effect of a method on a sample: share of bytes kept, and decompressed bytes per second of a core."""
 
     method: Packing
     share: float
-    pack_bytes_per_s: float
     unpack_bytes_per_s: float
 
     def load_s(self, link_bytes_per_s: float, num_cores: int) -> float:
@@ -243,17 +242,13 @@ class FrameBuffers:
 
 def _measure(method: Packing, sample: Sequence[memoryview]) -> PackingSpeed:
     num_bytes = sum(payload.nbytes for payload in sample)
-    packed, pack_s = _timed(lambda: [pack(method, payload) for payload in sample])
+    packed = [pack(method, payload) for payload in sample]
     target = memoryview(bytearray(sample[0].nbytes))
-    _, unpack_s = _timed(lambda: [unpack(frame, target) for frame in packed])
-    return PackingSpeed(method, sum(f.nbytes for f in packed) / num_bytes, num_bytes / pack_s, num_bytes / unpack_s)
-
-
-def _timed(call: Callable[[], list[Any]]) -> tuple[list[Any], float]:
-    """Return a result, and its CPU seconds."""
     begun_s = time.thread_time()
-    result = call()
-    return result, max(time.thread_time() - begun_s, 1e-9)
+    for frame in packed:
+        unpack(frame, target)
+    unpack_s = max(time.thread_time() - begun_s, 1e-9)
+    return PackingSpeed(method, sum(f.nbytes for f in packed) / num_bytes, num_bytes / unpack_s)
 
 
 @cache

@@ -66,8 +66,36 @@ cache_config_option = click.option(
     metavar="FILE",
     help="TOML file with cache settings in a [cache] table. Options override it.",
 )
+k_option = click.option(
+    "-k", "--k", type=click.IntRange(1), help="Documents per question. [default: 2, or fewer if the store has fewer]"
+)
+temperature_option = click.option(
+    "--temperature", type=FiniteRange(0), default=0.0, show_default=True, help="Sampling temperature; 0 is greedy."
+)
+startup_timeout_option = click.option(
+    "--startup-timeout",
+    type=FiniteRange(0, min_open=True),
+    default=600.0,
+    show_default=True,
+    metavar="S",
+    help="Abort the start after this many seconds without progress in loading.",
+)
 _LAYOUT = PromptLayout()
-_LAYOUT_OPTIONS = (
+vllm_args_argument = click.argument("vllm_args", nargs=-1, type=click.UNPROCESSED, metavar="[-- VLLM_ARGS]...")
+
+
+def together(*options: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Return a decorator that adds several options, which the help lists in this order."""
+
+    def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return decorate
+
+
+layout_options = together(
     click.option(
         "--static-prefix",
         default=_LAYOUT.static_prefix,
@@ -84,7 +112,25 @@ _LAYOUT_OPTIONS = (
         help="Template of the question in the prompt; contains {question}.",
     ),
 )
-vllm_args_argument = click.argument("vllm_args", nargs=-1, type=click.UNPROCESSED, metavar="[-- VLLM_ARGS]...")
+"""The options of :func:`layout_of`."""
+engine_options = together(
+    click.option(
+        "--model",
+        help="Launch a server for this model (a folder, or a name on the Hugging Face hub), and stop it afterwards.",
+    ),
+    click.option("--url", metavar="URL", help="Send requests to the server at this address instead of launching one."),
+    api_key_option,
+    tokenizer_option,
+    cache_config_option,
+)
+"""The options of :func:`engine_opener`: a model to launch, or the address of a server."""
+
+
+def layout_of(options: Mapping[str, str]) -> PromptLayout:
+    """Return the prompt layout of :data:`layout_options`."""
+    return PromptLayout(
+        options["static_prefix"], options["document_format"], question_format=options["question_format"]
+    )
 
 
 def _chunk_reuse(text: str) -> dict[str, object]:
@@ -148,66 +194,38 @@ def cache_options(command: Callable[..., Any]) -> Callable[..., Any]:
     return cache_config_option(decorate(command))
 
 
-def engine_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the options of :func:`engine_opener`: a model to launch, or the address of a server."""
-    for option in (
-        cache_config_option,
-        tokenizer_option,
-        api_key_option,
-        click.option(
-            "--url", metavar="URL", help="Send requests to the server at this address instead of launching one."
-        ),
-        click.option(
-            "--model",
-            help="Launch a server for this model (a folder, or a name on the Hugging Face hub), and stop "
-            "it afterwards.",
-        ),
-    ):
-        command = option(command)
-    return command
-
-
-def engine_opener(
-    model: str | None,
-    url: str | None,
-    api_key: str | None,
-    tokenizer: str | None,
-    cache_config: Path | None,
-    vllm_args: tuple[str, ...],
-) -> Callable[[], Engine]:
-    """Return a function that launches or connects the engine of :func:`engine_options`.
+def engine_opener(options: Mapping[str, Any], vllm_args: tuple[str, ...]) -> Callable[[], Engine]:
+    """Return a function that launches or connects the engine of :data:`engine_options`.
 
     Raises:
         click.UsageError: neither or both of model and URL, or options of a launch with a URL.
         ConfigError: the file of the cache's configuration cannot work.
     """
     check_vllm_args(vllm_args)
+    model, url = options["model"], options["url"]
     if (model is None) == (url is None):
         raise click.UsageError("Give either --model, to launch a server, or --url, to ask one that runs.")
     if url is not None and vllm_args:
         raise click.UsageError(
             "Options of vLLM after '--' configure a launched server, but --url names a running one: leave them out."
         )
-    if url is not None and tokenizer is not None:
-        raise click.UsageError(
-            "--tokenizer configures a launched server, but --url names a running one: leave it out, or give --model."
-        )
-    if url is not None and cache_config is not None:
-        raise click.UsageError(
-            "--cache-config configures a launched server, but --url names a running one: leave it out, or give --model."
-        )
-    cache = read_cache_config(cache_config)
+    for name, flag in (("tokenizer", "--tokenizer"), ("cache_config", "--cache-config")):
+        if url is not None and options[name] is not None:
+            raise click.UsageError(
+                f"{flag} configures a launched server, but --url names a running one: leave it out, or give --model."
+            )
+    cache = read_cache_config(options["cache_config"])
 
     def join() -> Engine:
         from ragcache_core.client import Engine
 
         if url is not None:
-            return Engine.connect(url, api_key=api_key)
+            return Engine.connect(url, api_key=options["api_key"])
         return Engine.launch(
-            str(model),
+            model,
             cache=cache,
-            api_key=api_key,
-            tokenizer=tokenizer,
+            api_key=options["api_key"],
+            tokenizer=options["tokenizer"],
             progress=engine_progress(),
             extra_args=vllm_args,
         )
@@ -215,11 +233,11 @@ def engine_opener(
     return join
 
 
-def layout_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the options of a prompt's layout: ``static_prefix``, ``document_format`` and ``question_format``."""
-    for option in reversed(_LAYOUT_OPTIONS):
-        command = option(command)
-    return command
+def join_server(url: str, api_key: str | None) -> Engine:
+    """Return a connection to a running server, for its cache and statistics: it imports nothing for requests."""
+    from ragcache_core.client import Engine
+
+    return Engine.connect(url, api_key=api_key, tokenizer=False)
 
 
 def read_size(_context: click.Context, _option: click.Parameter, text: str) -> int:

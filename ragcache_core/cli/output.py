@@ -114,8 +114,15 @@ def check_no_input(option: str, path: Path, inputs: Iterable[Path]) -> None:
             raise ConfigError(f"{option} {path} would overwrite {source}, which is read: name another file")
 
 
-def write_json(data: Mapping[str, object], path: Path) -> None:
-    """Write a JSON file and its folder atomically."""
-    make_folders(path.parent)
-    with replacing(path) as file:
-        file.write(json.dumps(data, indent=2).encode() + b"\n")
+def write_output(data: Mapping[str, object], path: Path | None) -> None:
+    """Write the JSON file of ``--output`` and its folder atomically, and report it; nothing without a path."""
+    if path is not None:
+        make_folders(path.parent)
+        with replacing(path) as file:
+            file.write(json.dumps(data, indent=2).encode() + b"\n")
+        say_written(path)
+
+
+def say_written(path: Path) -> None:
+    """Report a file that was written."""
+    click.echo(f"ragcache: written to {path}", err=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import is_dataclass
@@ -21,13 +22,21 @@ _Command = TypeVar("_Command", bound=Callable[..., Any])
 
 
 class Listed(click.ParamType[Any]):
-    """Comma-separated values, each once: of ``choices``, or numbers of a type."""
+    """Comma-separated values, each once if they are a set: of ``choices``, or numbers, which ``least`` bounds."""
 
     name = "list"
 
-    def __init__(self, choices: Sequence[str] = (), number: type[int | float] = int, *, is_set: bool = True) -> None:
+    def __init__(
+        self,
+        choices: Sequence[str] = (),
+        number: type[int | float] = int,
+        *,
+        least: float | None = None,
+        is_set: bool = True,
+    ) -> None:
         self._choices = tuple(choices)
         self._number = number
+        self._least = least
         self._is_set = is_set
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[Any, ...]:
@@ -42,6 +51,8 @@ class Listed(click.ParamType[Any]):
             values = words if self._choices else [self._number(word) for word in words]
         except ValueError:
             self.fail(f"{value!r} are no numbers with commas between them.", param, ctx)
+        if self._least is not None and not all(self._least <= number < math.inf for number in values):
+            self.fail(f"{value!r} are not all finite numbers of at least {self._least:g}.", param, ctx)
         return tuple(dict.fromkeys(values) if self._is_set else values)
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 import click
 
-from ragcache_core.cli.options import embedder_option, layout_options
+from ragcache_core.cli.options import embedder_option, layout_options, together
 from ragcache_core.cli.output import counting_requests
 from ragcache_core.errors import ConfigError, EmptyStoreError, RAGCacheError, TraceError
 from ragcache_core.prompt import PromptLayout
@@ -100,7 +100,7 @@ _QUESTION_TOKENS = 32
 _APART_S = 10.0  # between requests whose times are unknown
 
 Order = Literal["retrieval", "canonical"]
-_EXPECTATION_OPTIONS: Final = (
+expectation_options = together(
     click.option(
         "--from-log",
         type=click.Path(path_type=Path),
@@ -140,13 +140,7 @@ _EXPECTATION_OPTIONS: Final = (
         help="Prefill times that the forecast assumes: a name or a file, as for 'ragcache advise'.",
     ),
 )
-
-
-def expectation_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the options for expected requests (:func:`read_expected`), the prompt layout and the cost model."""
-    for option in reversed(_EXPECTATION_OPTIONS):
-        command = option(command)
-    return command
+"""Options for expected requests (:func:`read_expected`), the prompt layout and the cost model."""
 
 
 def check_sources(settings: Mapping[str, Any]) -> None:

@@ -23,13 +23,8 @@ from ragcache_core.client.launch.settings import LaunchSettings, VLLMOffload
 from ragcache_core.client.launch.supervisor import Supervisor
 from ragcache_core.client.server_api import Call
 from ragcache_core.config import CacheConfig
-from ragcache_core.errors import (
-    ConfigError,
-    EngineDiedError,
-    EngineError,
-    EngineUnreachableError,
-    quoted,
-)
+from ragcache_core.errors import ConfigError, EngineDiedError, EngineError, EngineUnreachableError, quoted
+from ragcache_core.runtime.api_keys import check_api_key
 
 if TYPE_CHECKING:
     from ragcache_core.client.fleet.fleet import Fleet
@@ -244,9 +239,10 @@ class Engine(EngineClient):
             EngineUnreachableError: no server answers within ``timeout_s`` seconds.
             EngineAuthError: the key is wrong or missing.
             EngineError: the server is not a vLLM server.
-            ConfigError: an invalid time, or a ``tokenizer``.
+            ConfigError: an invalid time, a key that no header can carry, or a ``tokenizer``.
         """
         check_tokenizer(tokenizer)
+        check_api_key(api_key)
         if not isinstance(url, str):
             raise ConfigError(f"url is {quoted(url)}: pass the address of a server, 'http://host:8000'")
         if "://" not in url:

@@ -18,15 +18,7 @@ from typing import Any
 from ragcache_core.errors import DocumentError, EmptyDocumentError, UndecodableDocumentError
 from ragcache_core.ingest.html import html_to_text
 from ragcache_core.ingest.loaders import read_docx, read_pdf, read_rst
-from ragcache_core.ingest.records import (
-    OnBad,
-    Reader,
-    Record,
-    check_text,
-    decode,
-    is_unicode,
-    title_of,
-)
+from ragcache_core.ingest.records import OnBad, Reader, Record, check_text, decode, is_unicode, title_of
 from ragcache_core.ingest.source import FileLimits, SourceFile, processor_time, read_source
 from ragcache_core.wire import MAX_DOC_ID_CHARS
 

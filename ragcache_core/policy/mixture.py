@@ -30,8 +30,6 @@ _ONCE, _OFTEN, _UNSEEN = 0, 1, 2
 _CLASSES: Final = (_ONCE, _OFTEN)
 _RANK_AGES: Final = (64, 128, 256, 512, 1024, 2048, 4096)
 """Up to the age at which all memories but the longest have forgotten a use."""
-_THINK_TIMES: Final = 2.0
-"""In which a conversation's history counts half; 1 to 3 gave nearly the same on a production trace."""
 _LOAD_SPEEDUP: Final = 16.0
 """How many times faster a token's KV is loaded than computed; 16 and more gave the same in simulation."""
 _QUESTION_TOKENS: Final = 32
@@ -62,8 +60,8 @@ class MixturePolicy(ReplacementPolicy):
     Ranks are of ``rate * N_inf``: the order is the same, and a node that has just been used does not rank lower than an
     equal one that was ranked some requests ago.
 
-    A conversation's history ranks by the rate at which its next turns are expected, which fades with think times
-    (:class:`~ragcache_core.policy.returning.NextTurnModel`).
+    A conversation's history ranks by the rate at which its next turn is expected, which falls with the time since the
+    last one (:class:`~ragcache_core.policy.returning.NextTurnModel`).
 
     A node that slower tiers hold as well ranks lower: it would be loaded and not computed. So two tiers hold different
     documents, and a full host tier takes in only nodes that rank above those that it would evict.
@@ -150,10 +148,10 @@ class MixturePolicy(ReplacementPolicy):
 
     def rank(self, stats: NodeStats, clock: float) -> float:
         node_id, uses = stats.id, stats.frequency
-        if not uses or node_id >= len(self._classes) or (kind := self._classes[node_id]) == _UNSEEN:
-            return math.log(_LEAST_RATE)
         if stats.turn:
             return float(stats.last_request)
+        if not uses or node_id >= len(self._classes) or (kind := self._classes[node_id]) == _UNSEEN:
+            return math.log(_LEAST_RATE)
         age = self._now - self._last[node_id]
         short, long, whole = self._uses
         fading_short, fading_long, _ = self._fadings
@@ -174,13 +172,12 @@ class MixturePolicy(ReplacementPolicy):
         return min(stats.turn, NUM_KINDS)
 
     def score(self, stats: NodeStats, rank: float, num_requests: int) -> float:
-        """Return the rank; for a conversation's history, the expected rate of its next turns."""
+        """Return the rank; for a conversation's history, the expected rate of its next turn."""
         if not stats.turn:
             return rank
-        fading = math.log(2.0) / (_THINK_TIMES * self.returning.think_requests)
-        rate = self.returning.expected_turns(stats.turn) * fading * self._norms[-1]
+        rate = self.returning.rate(stats.turn, num_requests - stats.last_request) * self._norms[-1]
         discount = stats.last_request - rank
-        return math.log(max(rate, _LEAST_RATE)) - (num_requests - stats.last_request) * fading - discount
+        return math.log(max(rate, _LEAST_RATE)) - discount
 
     def _learn(self, num_requests: int) -> None:
         """Update the weights for a new request."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -12,6 +14,7 @@ from pydantic import BaseModel, ValidationError
 from ragcache_core.errors import ConfigError
 from ragcache_core.quality.published import (
     FORMATS,
+    PASSAGES,
     Aliases,
     AliasesOfEntity,
     Published,
@@ -19,6 +22,7 @@ from ragcache_core.quality.published import (
     articles,
     format_of,
     is_row,
+    neighbours,
 )
 from ragcache_core.quality.questions import EXAMPLE, Question, questions_of, share
 from ragcache_core.types import QuestionFormat
@@ -81,6 +85,10 @@ def _first(text: str) -> object:
 
 
 def _published(text: str, path: Path, name: QuestionFormat) -> Iterator[Question]:
+    if name in PASSAGES:
+        passages = (record for _, record in _parsed(text, path, PASSAGES[name], PASSAGES[name].expected))
+        yield from neighbours(passages).questions({})
+        return
     model = FORMATS[name]
     aliases_path = path.with_name(_ALIASES_FILE)
     aliases = _aliases(aliases_path) if name == "2wikimultihopqa" and aliases_path.exists() else {}
@@ -111,14 +119,22 @@ def _parsed(text: str, path: Path, model: type[_Model], expected: str) -> Iterat
         raise ConfigError(f"{where}{first['msg']}: {expected}") from error
     except json.JSONDecodeError as error:
         raise ConfigError(f"{path}, line {error.lineno}: no JSON ({error.msg}): {expected}") from error
+    except csv.Error as error:
+        raise ConfigError(f"{path} is no CSV file ({error}): {expected}") from error
 
 
 def _records(text: str) -> Iterator[tuple[str, object]]:
-    """Yield (place, record) of JSON lines, of a JSON list, or of SQuAD's list ``data``.
+    """Yield (place, record) of CSV rows, of JSON lines, of a JSON list, of SQuAD's ``data``, or of DROP's passages.
 
     Raises:
         json.JSONDecodeError: with the line of the file.
+        csv.Error: a field is too long, or a quoted one does not end.
     """
+    head = text.lstrip().partition("\n")[0]
+    if "," in head and head[0] not in "{[":
+        rows = csv.DictReader(io.StringIO(text, newline=""), strict=True)
+        yield from ((f"line {rows.line_num}", row) for row in rows)
+        return
     lines = [(number, line) for number, line in enumerate(text.split("\n"), start=1) if line.strip()]
     if len(lines) > 1 and _is_json(lines[0][1]):
         for number, line in lines:
@@ -130,7 +146,9 @@ def _records(text: str) -> Iterator[tuple[str, object]]:
     elif lines:
         whole = json.loads(text)
         records = whole.get("data", whole) if isinstance(whole, dict) else whole
-        if isinstance(records, list):
+        if isinstance(records, dict) and all(isinstance(each, dict) and "passage" in each for each in records.values()):
+            yield from ((f"passage {name}", record) for name, record in records.items())
+        elif isinstance(records, list):
             yield from ((f"record {number}", record) for number, record in enumerate(records, start=1))
         else:
             yield f"line {lines[0][0]}", records

@@ -19,6 +19,8 @@ from ragcache_core.types import QuestionFormat
 
 NUM_SQUAD_DOCUMENTS = 5
 """A paragraph of SQuAD is shown among its neighbours, since one document alone has no company that could change."""
+_NUM_FIRST_WORDS = 8
+"""Words of an article by which a question names it."""
 _PASSAGE = re.compile(r"^(?:Passage \d+:|文章\d+)\s*", re.MULTILINE)
 _HOPS = re.compile(r"\dhop")
 
@@ -56,6 +58,7 @@ class _SquadQuestion(BaseModel):
     question: Text
     answers: list[_SquadAnswer]
     is_impossible: bool = False
+    kind: str = ALL_KINDS
 
 
 class _SquadParagraph(BaseModel):
@@ -80,7 +83,7 @@ class Squad(Published):
                 if entry.answers and not entry.is_impossible:
                     start = max(0, min(place - number % NUM_SQUAD_DOCUMENTS, len(texts) - NUM_SQUAD_DOCUMENTS))
                     shown = [(self.title, text) for text in texts[start : start + NUM_SQUAD_DOCUMENTS]]
-                    yield _question(entry.question, [answer.text for answer in entry.answers], shown)
+                    yield _question(entry.question, [answer.text for answer in entry.answers], shown, entry.kind)
 
 
 class _HubAnswers(BaseModel):
@@ -109,6 +112,104 @@ def articles(rows: Iterable[SquadRow]) -> Iterator[Squad]:
     for title, paragraphs in found.items():
         shown = [_SquadParagraph(context=context, qas=entry) for context, entry in paragraphs.items()]
         yield Squad(title=title, paragraphs=shown)
+
+
+class Passage(BaseModel, ABC):
+    """A record with one document, which is shown among those of neighbouring records, as a paragraph of SQuAD is."""
+
+    model_config = ConfigDict(frozen=True, coerce_numbers_to_str=True)
+    expected: ClassVar[str]
+
+    @abstractmethod
+    def paragraph(self) -> _SquadParagraph:
+        """Return the document with its questions."""
+
+
+def neighbours(passages: Iterable[Passage]) -> Squad:
+    """Return the passages of a file as one article."""
+    return Squad(paragraphs=[passage.paragraph() for passage in passages])
+
+
+class _DropDate(BaseModel):
+    model_config = ConfigDict(coerce_numbers_to_str=True)
+    day: str = ""
+    month: str = ""
+    year: str = ""
+
+
+class _DropAnswer(BaseModel):
+    model_config = ConfigDict(coerce_numbers_to_str=True)
+    number: str = ""
+    date: _DropDate = _DropDate()
+    spans: list[str] = []
+
+    @property
+    def text(self) -> str:
+        """The answer as text; several spans are separated by commas."""
+        date = " ".join(part for part in (self.date.day, self.date.month, self.date.year) if part)
+        return self.number or date or ", ".join(self.spans)
+
+    @property
+    def kind(self) -> str:
+        """The type of the answer, by DROP's own names."""
+        if self.number:
+            return "number"
+        return "spans" if len(self.spans) > 1 else "span" if self.spans else "date"
+
+
+class _DropQuestion(BaseModel):
+    question: Text
+    answer: _DropAnswer
+    validated_answers: list[_DropAnswer] = []
+
+
+class Drop(Passage):
+    """A passage of DROP (Dua et al., 2019)."""
+
+    expected: ClassVar[str] = (
+        'DROP has {passage id: {"passage", "qa_pairs": [{"question", "answer": {"number", "date": {"day", "month", '
+        '"year"}, "spans": [...]}, "validated_answers": [...]}]}}'
+    )
+    passage: Text
+    qa_pairs: list[_DropQuestion]
+
+    def paragraph(self) -> _SquadParagraph:
+        questions = []
+        for pair in self.qa_pairs:
+            texts = (answer.text for answer in (pair.answer, *pair.validated_answers))
+            answers = [_SquadAnswer(text=text) for text in texts if text.strip()]
+            questions.append(_SquadQuestion(question=pair.question, answers=answers, kind=pair.answer.kind))
+        return _SquadParagraph(context=self.passage, qas=questions)
+
+
+class CnnDailyMail(Passage):
+    """An article of CNN/DailyMail (See et al., 2017) and the highlights that summarise it."""
+
+    expected: ClassVar[str] = 'CNN/DailyMail has rows of {"article", "highlights", "id"}'
+    article: Text
+    highlights: Text
+
+    def paragraph(self) -> _SquadParagraph:
+        return _summarised(self.article, self.highlights)
+
+
+class XSum(Passage):
+    """An article of XSUM (Narayan et al., 2018) and the sentence that summarises it."""
+
+    expected: ClassVar[str] = 'XSUM has rows of {"document", "summary", "id"}'
+    document: Text
+    summary: Text
+
+    def paragraph(self) -> _SquadParagraph:
+        return _summarised(self.document, self.summary)
+
+
+def _summarised(article: str, summary: str) -> _SquadParagraph:
+    """Return an article with the question for its summary, which names it by its first words."""
+    beginning = " ".join(article.split()[:_NUM_FIRST_WORDS])
+    question = f'Summarise the document that begins with "{beginning}".'
+    answers = [_SquadAnswer(text=summary)]
+    return _SquadParagraph(context=article, qas=[_SquadQuestion(question=question, answers=answers)])
 
 
 def _pairs(context: Any) -> Any:
@@ -209,6 +310,9 @@ FORMATS: dict[QuestionFormat, type[Published]] = {
 }
 
 
+PASSAGES: dict[QuestionFormat, type[Passage]] = {"drop": Drop, "cnn_dailymail": CnnDailyMail, "xsum": XSum}
+
+
 def is_row(record: object) -> bool:
     """Return whether a record of SQuAD is a row of the hub rather than an article."""
     return isinstance(record, dict) and isinstance(record.get("context"), str)
@@ -225,6 +329,12 @@ def format_of(record: object) -> QuestionFormat | None:
             return "squad"
         case {"question": _, "context": str(), "answers": {"text": _}}:
             return "squad"  # rows of the hub
+        case {"passage": _, "qa_pairs": _}:
+            return "drop"
+        case {"article": _, "highlights": _}:
+            return "cnn_dailymail"
+        case {"document": _, "summary": _}:
+            return "xsum"
         case {"input": _, "context": _}:
             return "longbench"
         case {"question": _, "context": _, "evidences": _}:

@@ -8,8 +8,7 @@
 The algorithms read no clock, file or socket. They need numpy alone.
 """
 
-from ragcache_core.recognition.edges import count_edges
-from ragcache_core.recognition.forms import text_forms
+from ragcache_core.recognition.forms import count_edges, text_forms
 from ragcache_core.recognition.hashing import PolynomialHash
 from ragcache_core.recognition.log import LogChange, RegistrationLog
 from ragcache_core.recognition.placement import FoundDocument, Recognition, find_documents

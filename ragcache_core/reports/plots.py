@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from textwrap import wrap
@@ -202,9 +202,6 @@ def bars(
     title: str,
     y_label: str,
     groups: Mapping[str, Mapping[str, float]],
-    *,
-    intervals: Mapping[str, tuple[float, float]] | None = None,
-    at_least: Container[str] = (),
 ) -> Plot:
     """Return a plot with a bar per name and group; missing values leave a gap.
 
@@ -212,11 +209,9 @@ def bars(
         title: of the plot.
         y_label: of the y axis, with its unit.
         groups: for each group, the bar of each name.
-        intervals: for each name, (lowest, highest) of its bars; drawn as a whisker.
-        at_least: names whose bars are lower bounds: an arrow stands on them, and the number has a sign.
     """
     names = tuple(dict.fromkeys(name for of in groups.values() for name in of))
-    styles, intervals = styles_of(names), intervals or {}
+    styles = styles_of(names)
     width = 0.8 / max(len(names), 1)
     shows_numbers = len(names) * len(groups) <= _MOST_LABELLED_BARS
 
@@ -225,17 +220,8 @@ def bars(
             offset = (i - (len(names) - 1) / 2) * width
             heights = {number + offset: of[name] for number, of in enumerate(groups.values()) if name in of}
             values = list(heights.values())
-            reach = None
-            if name in intervals:
-                low, high = intervals[name]
-                reach = [[max(value - low, 0) for value in values], [max(high - value, 0) for value in values]]
-            drawn = axes.bar(
-                list(heights), values, width * 0.92, color=styles[name].colour, label=name, yerr=reach,
-                error_kw={"ecolor": "#333333", "capsize": 3},
-            )  # fmt: skip
-            if name in at_least:
-                axes.bar_label(drawn, [f"\u2191\n\u2265 {value:.3g}" for value in values], padding=2, fontsize=8.5)
-            elif shows_numbers:
+            drawn = axes.bar(list(heights), values, width * 0.92, color=styles[name].colour, label=name)
+            if shows_numbers:
                 axes.bar_label(drawn, [f"{value:.3g}" for value in values], padding=2, fontsize=8.5)
         axes.margins(y=0.14)
         axes.set_ylim(bottom=0)

@@ -112,10 +112,10 @@ class IndexOptions:
         if self.encoding != "flat" and self.kind != "ivf":
             raise ConfigError(f"encoding {self.encoding!r} is for index='ivf', not {self.kind!r}: use encoding='flat'")
         for name, least in (("hnsw_m", 2), ("ef_construction", 1), ("ef_search", 1)):
-            _check_count(name, getattr(self, name), least)
+            check_count(name, getattr(self, name), least)
         for name in ("nlist", "nprobe", "pq_m"):
             if getattr(self, name) is not None:
-                _check_count(name, getattr(self, name), 1)
+                check_count(name, getattr(self, name), 1)
         weight = self.word_weight
         if weight is not None and (
             isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight <= 1
@@ -128,7 +128,8 @@ class IndexOptions:
         return self.metric == "ip"
 
 
-def _check_count(name: str, value: object, least: int) -> None:
+def check_count(name: str, value: object, least: int) -> None:
+    """Raise a :class:`ConfigError` unless ``value`` is a whole number of at least ``least``."""
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise ConfigError(f"{name} is {value!r}: give a whole number of at least {least}")
 

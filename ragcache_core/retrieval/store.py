@@ -15,7 +15,7 @@ import filelock
 
 from ragcache_core.errors import ConfigError, StoreError, StoreExistsError, StoreNotFoundError
 from ragcache_core.log import logger_of
-from ragcache_core.retrieval.base import Encoding, IndexKind, IndexOptions, Metric, extra_module
+from ragcache_core.retrieval.base import Encoding, IndexKind, IndexOptions, Metric, check_count, extra_module
 from ragcache_core.retrieval.embedders.base import Embedder, as_embedder
 from ragcache_core.retrieval.embedders.tfidf import TfidfSvdEmbedder
 from ragcache_core.retrieval.reader import StoreReader
@@ -366,8 +366,7 @@ class DocumentStore(Handle, StoreReader):
         *,
         must_be_here: bool = False,
     ) -> list[DocId]:
-        if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
-            raise ConfigError(f"batch_size is {batch_size!r}: give a whole number of at least 1")
+        check_count("batch_size", batch_size, 1)
         batch = as_documents(documents)
         gone: list[DocId] = []
         with self._change() as writer:

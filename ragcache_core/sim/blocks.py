@@ -298,7 +298,7 @@ class BlockCache:
         """Record that a request was answered."""
         prompt = run.prompt
         if prompt.answer_key is not None:
-            self._tree.conversations.on_answered(prompt.answer_key, run.turn, self._tree.num_requests)
+            self._tree.record_answer(prompt.answer_key, run.turn)
         if prompt.path:
             self._tree.release(prompt.path[-1].keys[-1])
         if (num_tokens := prompt.num_prompt_tokens + run.num_answered) % self.block_size == 0:

@@ -88,8 +88,6 @@ class Router:
 
 
 PROGRESS_EVERY = 512
-MAX_PREFILL_BS = 4
-"""Requests in the engine with which no speculative one is admitted: the default of ``ragcache serve``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,8 +143,9 @@ def simulate(
     With ``speculation`` a search has as many stages of equal length as there are ``settle_shares``. The project's own
     :class:`~ragcache_core.speculation.SpeculativePipeline` receives the candidates of each. Candidates that are not
     final differ from stage to stage and belong to no other request: they are computed as a whole and not cached. A
-    speculative request is admitted while no real one waits. A misspeculation ends when it is known, at once where one
-    request runs at a time, and with the iteration where there are more.
+    speculative request starts while fewer than ``max_batch`` requests wait or run (``max_prefill_bs``), and is admitted
+    while no real one waits. A misspeculation ends when it is known, at once where one request runs at a time, and with
+    the iteration where there are more.
 
     Args:
         trace: requests, in the order of their arrival.
@@ -296,7 +295,7 @@ class _Simulation:
             self._generate(number, self._trace[number], now_s)
             return
         if stage == 0:
-            pipeline: SpeculativePipeline[int] = SpeculativePipeline(max_prefill_bs=MAX_PREFILL_BS)
+            pipeline: SpeculativePipeline[int] = SpeculativePipeline(max_prefill_bs=self._options.max_batch)
             self._searches[number] = _SimulatedSearch(number, self._trace[number], next(self._settled), pipeline)
         search = self._searches[number]
         candidates = min(stage, search.settled)
@@ -347,7 +346,7 @@ class _Simulation:
         """Start speculative requests that can be admitted now."""
         for search in list(self._deferred.values()):
             num_pending = self._engine.num_pending
-            if num_pending >= MAX_PREFILL_BS:
+            if num_pending >= self._options.max_batch:
                 return
             self._act(search, search.pipeline.on_load(num_pending), now_s)
 

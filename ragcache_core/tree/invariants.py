@@ -43,6 +43,7 @@ def check_invariants(tree: KnowledgeTree, *, is_connected: bool = True) -> None:
     for tier in Tier:
         state = tree.tiers[tier]
         assert state.num_units == sum(state.resident[n.id].bit_count() for n in tree.nodes())
+        assert state.num_nodes == sum(state.resident[n.id] != 0 for n in tree.nodes())
         owned: Counter[str | None] = Counter()
         for node in tree.nodes():
             owned[node.owner] += state.resident[node.id].bit_count()

@@ -192,6 +192,20 @@ class KnowledgeTree(TieredTree):
                 node.total_cost_s += cost_per_token_s
                 node.num_computed += 1
 
+    def record_answer(self, key: Hashable, turn: int) -> None:
+        """Record the answer of a conversation's ``turn``, which begins in the unit ``key``.
+
+        Its KV ranks with the conversation's history, although no request has used it yet.
+        """
+        self.conversations.on_answered(key, turn, self.num_requests)
+        if (location := self.locate(key)) is None:
+            return
+        for node in location.node.below():
+            if not node.frequency:
+                node.turn, node.last_request, node.updated = turn, self.num_requests, self._next_sequence()
+                for state in self.tiers:
+                    state.update_rank(node)
+
     def record_apart(self, nodes: Sequence[TreeNode], *, num_hit_units: int, cost_per_token_s: float) -> None:
         """Count an access of nodes that are not on a request's path; the number of requests stays.
 
@@ -272,16 +286,22 @@ class KnowledgeTree(TieredTree):
             state.update_rank(node)
 
     def _claim(self, path: Sequence[TreeNode], turn: int) -> None:
-        """Assign the unshared end of a path to its conversation: the nodes after the first turn's documents.
+        """Assign the unshared end of a path to its conversation, documents included if no other request has used them.
 
-        What another conversation uses as well ranks as documents do.
+        On such an end each node has as many uses as the one behind it, or one more, which was the turn between them. A
+        first turn's documents are not assigned: others may ask for them. What another conversation uses as well ranks
+        as documents do.
         """
         num_before = max((i for i, node in enumerate(path, 1) if node.doc_id is not None), default=0)
+        first_own, uses = len(path), 0
+        while turn > 1 and first_own and path[first_own - 1].frequency <= uses + 1:
+            first_own -= 1
+            uses = path[first_own].frequency
         is_own = False
         for i, node in enumerate(path):
             is_first = not node.frequency
-            is_own = is_own or node.turn > 0 or (is_first and i >= num_before)
-            node.turn = turn if is_own and (is_first or 0 < node.turn < turn) else 0
+            is_own = is_own or 0 < node.turn < turn or (is_first and i >= num_before)
+            node.turn = turn if i >= first_own or (is_own and (is_first or 0 < node.turn < turn)) else 0
 
     def _on_split(self, node: TreeNode, lower: TreeNode) -> None:
         self._ghosts.pop(lower.id, None)

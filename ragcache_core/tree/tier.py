@@ -14,7 +14,7 @@ from ragcache_core.tree.shares import Owner, Shares
 
 _MIN_ENTRIES: Final = 1024
 _NUM_RANKED_AT_ONCE: Final = 32
-"""Of so few entries, a policy whose ranks age has all ranked again: they turn over before they reach its first age."""
+"""Of so few nodes, a policy whose ranks age has all ranked again: they turn over before they reach its first age."""
 
 _Entry = tuple[float, int, int]
 """(rank, sequence number of the node's last update, node id): valid while both numbers are still the node's."""
@@ -30,7 +30,8 @@ class TierState:
         ranks: the policy's, as of the node's last update.
         in_use: units that transfers or running requests hold; sparse.
         clock: the highest rank evicted from this tier (RAGCache §5.1, Eq. 2).
-        num_units, num_evicted_units: resident now; evicted since the start.
+        num_units, num_nodes: resident now.
+        num_evicted_units: evicted since the start.
         num_entries: heap entries, including stale ones.
         slower: the tiers below, whose units may depend on this tier's, or be copies of them.
         protected: ids of nodes that are evicted last; the tree calls :meth:`unprotect` to end it.
@@ -63,6 +64,7 @@ class TierState:
         self.in_use: dict[int, int] = {}
         self.clock = 0.0
         self.num_units = 0
+        self.num_nodes = 0
         self.num_evicted_units = 0
         self.shares = Shares()
         self._heaps: dict[tuple[Owner, int], list[_Entry]] = {}
@@ -202,7 +204,7 @@ class TierState:
         """Return the best of the buckets' first nodes, or ``None``; protected ones are set aside."""
         best: TreeNode | None = None
         best_score = math.inf
-        if self._has_ages and num_requests != self._ranked_at and self.num_entries <= _NUM_RANKED_AT_ONCE:
+        if self._has_ages and num_requests != self._ranked_at and self.num_nodes <= _NUM_RANKED_AT_ONCE:
             self._ranked_at = num_requests
             self._rank_all(nodes)
         if len(self._heaps) == 1 and owners is None:

@@ -352,6 +352,8 @@ class TieredTree(PrefixTree):
         for state in self.tiers:
             mask = state.resident[node.id]
             state.resident[node.id], state.resident[lower.id] = mask & low_bits, mask >> num_units
+            if mask & low_bits and mask >> num_units:
+                state.num_nodes += 1
             if (slots := state.slots[node.id]) is not None:
                 state.slots[node.id], state.slots[lower.id] = slots[:num_units], slots[num_units:] or None
             state.num_resident_children[lower.id] = state.num_resident_children[node.id]
@@ -386,6 +388,7 @@ class TieredTree(PrefixTree):
         state.num_units += num_new
         state.shares.count(node.owner, num_new)
         if not before and units:
+            state.num_nodes += 1
             if node.parent is not None:
                 state.num_resident_children[node.parent.id] += 1
             if node.stored_s is None:
@@ -408,6 +411,7 @@ class TieredTree(PrefixTree):
         self._offer_again(node, state)
         if after:
             return
+        state.num_nodes -= 1
         if not self.resident_anywhere(node):
             node.stored_s = None
             self.policy.on_departure(node)

@@ -7,7 +7,7 @@ for. See ``docs/dev/vllm-versions.md``.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import wraps
 from typing import TYPE_CHECKING, Any
@@ -43,10 +43,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.events import (
     OffloadingEventsTracker,
     get_offloading_event_group_spec,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
-    OffloadingConnectorStats,
-    OffloadPromMetrics,
-)
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats, OffloadPromMetrics
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.forward_context import get_forward_context, set_forward_context
 from vllm.platforms import current_platform
@@ -56,11 +53,13 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.core import kv_cache_coordinator, kv_cache_utils
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import (
+    BlockHash,
     BlockHashWithGroupId,
     FreeKVCacheBlockQueue,
     KVCacheBlock,
     get_block_hash,
     get_group_id,
+    get_request_block_hasher,
     make_block_hash_with_group_id,
     resolve_kv_cache_block_sizes,
 )
@@ -128,11 +127,12 @@ _OWN: dict[str, Any] = {
     for name in ("_reset_caches", "sleep", "collective_rpc", "add_lora", "remove_lora")
 }
 """vLLM's own methods, which ours call; None where a release has them no more, and the connector runs alone."""
+_CRYPTOGRAPHIC = ("sha256", "sha256_cbor")
+# Statistics of a step that are gauges rather than counts.
 _GAUGES = (
     *("num_running_reqs", "num_waiting_reqs", "num_skipped_waiting_reqs", "num_kv_fetch_reqs_by_stage"),
     *("kv_cache_usage", "waiting_lora_adapters", "running_lora_adapters"),
 )
-"""Statistics of a step that are gauges rather than counts."""
 _LEAVES_WEIGHTS = (
     *("compute_weight_checksums", "init_weight_transfer_engine", "shutdown_weight_transfer_engine"),
     *("checkpoint_prepare", "checkpoint_restore", "save_sharded_state", "update_max_model_len", "profile"),
@@ -144,6 +144,7 @@ _HINTS_VERSION = "1"
 __all__ = [
     "AsyncScheduler",
     "BlockHashWithGroupId",
+    "BlockHasher",
     "BlockPool",
     "CPULoadStoreSpec",
     "CPUOffloadingManager",
@@ -205,6 +206,7 @@ __all__ = [
     "TransferResult",
     "UniformTypeKVCacheSpecs",
     "attach_utilities",
+    "block_hasher_of",
     "broadcast_to_api_servers",
     "build_offloading_config",
     "building_pools",
@@ -488,7 +490,18 @@ def prompt_of_keys(keys: Sequence[bytes], tokens_per_block: int) -> Request:
     return prompt
 
 
-def repeated_request(request: Request, params: dict[str, Any]) -> Request:
+BlockHasher = Callable[[Request], list[BlockHash]]
+
+
+def block_hasher_of(vllm_config: Any, kv_cache_config: Any) -> BlockHasher:
+    """Return a function of the hashes that a request's new full blocks have; the engine core has one like it."""
+    _, tokens_per_hash = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
+    algorithm = vllm_config.cache_config.prefix_caching_hash_algo
+    hasher: BlockHasher = get_request_block_hasher(tokens_per_hash, get_hash_fn_by_name(algorithm))
+    return hasher
+
+
+def repeated_request(request: Request, params: dict[str, Any], block_hasher: BlockHasher) -> Request:
     """Return a request for as many tokens as one that has ended has, with ``params`` for its connector."""
     assert request.sampling_params is not None
     sampling = request.sampling_params.clone()
@@ -500,7 +513,7 @@ def repeated_request(request: Request, params: dict[str, Any]) -> Request:
         sampling,
         None,
         cache_salt=request.cache_salt,
-        block_hasher=request._block_hasher,
+        block_hasher=block_hasher,
     )
 
 
@@ -509,10 +522,9 @@ def hash_seed(algorithm: str) -> str | None:
 
     None where they cannot: vLLM draws it at random for algorithms whose collisions could be made on purpose.
     """
-    function = get_hash_fn_by_name(algorithm)
-    if function in kv_cache_utils._NON_CRYPTO_HASH_FUNCTIONS:
+    if algorithm not in _CRYPTOGRAPHIC:
         return None
-    return str(kv_cache_utils.resolve_none_hash_seed(function))
+    return str(kv_cache_utils.resolve_none_hash_seed(get_hash_fn_by_name(algorithm)))
 
 
 @contextmanager

@@ -45,7 +45,7 @@ def check_engine(vllm_config: VllmConfig) -> None:
     if is_among_others:
         check_other_connectors(vllm_config, approximation=settings.approximation, max_age=settings.max_age)
     policy = vllm_config.scheduler_config.policy
-    if policy != "fcfs" and (settings.queue == "cache_aware" or settings.max_prefill_bs > 0):
+    if policy != "fcfs" and (settings.queue == "cache_aware" or settings.speculates):
         raise ConfigError(
             f"--scheduling-policy is {policy!r}, but RAGCache orders the queue: leave it out, or set queue='fifo' and "
             "max_prefill_bs=0 in the CacheConfig"

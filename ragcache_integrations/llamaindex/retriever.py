@@ -31,7 +31,7 @@ from ragcache_core.client.prompts.bound_prompt import BoundPrompt
 from ragcache_core.errors import ConfigError, SearchError
 from ragcache_core.ordering import DOCUMENT_ORDERS, DocumentOrder
 from ragcache_core.retrieval import MMR, DocumentStore, PrecomputedEmbedder
-from ragcache_core.retrieval.base import Metric
+from ragcache_core.retrieval.base import Metric, check_count
 from ragcache_core.retrieval.sources import (
     Reranking,
     StageSource,
@@ -134,8 +134,7 @@ class RAGCacheRetriever(BaseRetriever):
         callback_manager: CallbackManager | None = None,
         **kwargs: Any,
     ) -> None:
-        if not isinstance(similarity_top_k, int) or similarity_top_k < 1:
-            raise ConfigError(f"similarity_top_k is {similarity_top_k!r}: give a whole number of at least 1")
+        check_count("similarity_top_k", similarity_top_k, 1)
         check_engine(engine)
         check_timeout(search_timeout_s)
         if document_order not in DOCUMENT_ORDERS:

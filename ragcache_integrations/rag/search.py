@@ -7,11 +7,10 @@ from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
 from ragcache_core.client import EngineClient
-from ragcache_core.client.ordering.document_order import in_order
+from ragcache_core.client.ordering.document_order import Swapping, in_order
 from ragcache_core.client.pipeline.histories import HISTORIES, SourceHistory
 from ragcache_core.client.pipeline.run import PipelineEvent, run_pipeline
 from ragcache_core.client.pipeline.session import SearchOverlap
-from ragcache_core.client.pipeline.swapping import Swapping
 from ragcache_core.client.prompts.bound_prompt import BoundPrompt
 from ragcache_core.client.speculation.speculation import Speculation
 from ragcache_core.ordering import DocumentOrder

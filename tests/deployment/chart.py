@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,19 @@ def values_of(name: str) -> dict[str, Any]:
     return found
 
 
+def whole(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``values`` over the chart's defaults."""
+
+    def merged(under: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+        both = {
+            name: merged(under[name], value) if isinstance(value, dict) and isinstance(under.get(name), dict) else value
+            for name, value in over.items()
+        }
+        return {**under, **both}
+
+    return merged(yaml.safe_load((CHART / "values.yaml").read_text(encoding="utf-8")), values)
+
+
 def rendered(values: Mapping[str, Any]) -> dict[str, str]:
     """Return by file name what the templates make of ``values``, without those that make nothing."""
     with Chart.load(CHART) as chart:
@@ -45,6 +59,33 @@ def objects(values: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """Yield the objects that ``values`` make."""
     for text in rendered(values).values():
         yield from filter(None, yaml.safe_load_all(text))
+
+
+def of_kind(made: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
+    """Return the objects of a kind."""
+    return [each for each in made if each["kind"] == kind]
+
+
+def pods(made: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Yield the templates of all pods."""
+    for each in (*of_kind(made, "StatefulSet"), *of_kind(made, "Job")):
+        yield each["spec"]["template"]
+
+
+def containers(pod: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return a pod's containers, the first ones first."""
+    return [*pod["spec"].get("initContainers", ()), *pod["spec"]["containers"]]
+
+
+def mib(quantity: str) -> float:
+    """Return a quantity of Kubernetes in MiB."""
+    number, unit = re.fullmatch(r"([\d.]+)(Mi|Gi)", quantity).groups()  # type: ignore[union-attr]
+    return float(number) * {"Mi": 1, "Gi": 1024}[unit]
+
+
+def size_gib(option: str, arguments: list[str]) -> float:
+    """Return the size that an option of ``ragcache serve`` has, 0 without the option."""
+    return float(arguments[arguments.index(option) + 1].removesuffix("GiB")) if option in arguments else 0.0
 
 
 def plain_manifests() -> dict[str, str]:
@@ -61,6 +102,30 @@ def write_plain_manifests() -> None:
             path.unlink()
     for name, text in files.items():
         (PLAIN / name).write_text(text, encoding="utf-8")
+
+
+WORKING_HOURS = {"timezone": "UTC", "start": "0 8 * * *", "end": "0 18 * * *"}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "loader": {
+        "model": {"source": "loader", "loader": {"image": "registry.example/loader:1", "command": ["fill", "/models"]}},
+        "warm": {"mode": "sidecar"},
+    },
+    "job": {
+        "warm": {"mode": "job"},
+        "auth": {"tenants": {"secret": "tenants"}},
+        "networkPolicy": {"enabled": True, "clients": [{"matchLabels": {"app": "my-application"}}]},
+    },
+    "several-gpus": {"engine": {"gpus": 2, "vllmArgs": ["--max-model-len", "8192"], "args": ["--policy", "pgdsf"]}},
+    "hpa": {
+        "model": {"source": "hub", "hub": {"name": "org/model"}},
+        "autoscaling": {"kind": "hpa", "min": 2, "max": 4},
+        "tiers": {"disk": {"GiB": 0}, "shared": {"url": "s3://bucket/kv", "s3": {"secret": "bucket"}}},
+        "networkPolicy": {"enabled": True, "egress": [{"ports": [{"port": 443}]}]},
+    },
+    "scale-to-zero": {"autoscaling": {"kind": "keda", "min": 0, "max": 1, "workingHours": WORKING_HOURS}},
+}  # fmt: skip
+"""What the three value files do not have."""
+EVERY = {**{name: values_of(name) for name in VALUES}, **VARIANTS}
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """Build an image of examples/deployment without a registry, start it as a container, and ask it: ``make image-check``.
 
 The image of Dockerfile.cpu is started and asked. That of Dockerfile is built over vLLM for the CPU in the place of
-CUDA's, and its command line is asked for its version.
+CUDA's, and its command line is asked for its version. A release (``--release``) builds over the bases that the
+Dockerfiles name, and ``--push`` uploads what passed.
 
 buildah builds with chroot isolation over a base that debootstrap makes; both are Debian packages, and need root. The
 container is made of namespaces: another user without capabilities, a read-only root, /tmp mounted noexec, 64 MiB of
@@ -141,10 +142,7 @@ class Builder:
     def build(self, dockerfile: Path, tag: str, base: str, *options: str) -> str:
         """Return ``tag``, built of a file over ``base`` with this machine's settings of pip."""
         revision = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
-        version = re.search(
-            r'__version__ = "(.*)"', (ROOT / "ragcache_core" / "_version.py").read_text(encoding="utf-8")
-        )
-        arguments = {"BASE": base, "VERSION": version and version[1], "REVISION": revision.stdout.strip() or "unknown"}
+        arguments = {"BASE": base, "VERSION": version(), "REVISION": revision.stdout.strip() or "unknown"}
         given = [text for name, value in arguments.items() for text in ("--build-arg", f"{name}={value}")]
         volumes = [text for volume in pip_volumes(self.folder) for text in ("--volume", volume)]
         self(
@@ -182,6 +180,12 @@ class Builder:
         facts = json.loads(self("inspect", "--type", "image", tag))
         return Built(Path(self("mount", container)), facts["OCIv1"]["config"])
 
+    def push(self, tag: str, target: str) -> str:
+        """Upload an image to ``target`` of a registry, and return its digest there."""
+        digest = self.folder / "tmp" / "digest"
+        self("push", "--quiet", "--digestfile", digest, tag, f"docker://{target}")
+        return digest.read_text(encoding="utf-8").strip()
+
     def size(self, tag: str) -> str:
         """Return how large an image is, with its base."""
         return self("images", "--format", "{{.Size}}", tag)
@@ -201,6 +205,12 @@ class Builder:
         subprocess.run(["umount", self.folder / "storage" / "overlay"], stderr=subprocess.DEVNULL, check=False)
         left = [path for path in (self.folder / "tmp").iterdir() if not path.name.startswith("buildah-cache")]
         subprocess.run(["rm", "--recursive", "--force", "--one-file-system", "--", *left], check=False)
+
+
+def version() -> str:
+    """Return the version of RAGCache that the images have."""
+    (found,) = re.findall(r'__version__ = "(.*)"', (ROOT / "ragcache_core" / "_version.py").read_text(encoding="utf-8"))
+    return str(found)
 
 
 def can_overlay(folder: Path) -> bool:
@@ -361,37 +371,52 @@ def output(built: Built, folder: Path, command: Sequence[str]) -> str:
         shutil.rmtree(volume)
 
 
-def inventory(built: Built, folder: Path) -> Path:
-    """Write the packages of an image as CycloneDX, and return the file."""
-    packages = output(built, folder, ["python3", "-m", "pip", "--no-cache-dir", "list", "--format", "freeze"])
-    path = folder / "sbom.cdx.json"
+def inventory(built: Built, path: Path) -> None:
+    """Write the Python packages of an image as CycloneDX."""
+    packages = output(built, path.parent, ["python3", "-m", "pip", "--no-cache-dir", "list", "--format", "freeze"])
     command = [sys.executable, "-m", "cyclonedx_py", "requirements", "--output-file", str(path), "-"]
     subprocess.run(command, input=packages, text=True, check=True)
     print(f"image-check: {packages.count('==')} packages, listed in {path}")
-    return path
 
 
-def check_bases(*, is_release: bool) -> None:
-    """Warn of base images without a digest; for a release that is an error."""
-    for dockerfile in sorted(DEPLOYMENT.glob("Dockerfile*")):
-        (base,) = re.findall(r"^ARG BASE=(\S+)", dockerfile.read_text(encoding="utf-8"), re.MULTILINE)
-        if "@sha256:" in base:
-            continue
-        text = f"{dockerfile.name}: the base {base} has no digest: write ARG BASE={base}@sha256:..."
+def base_of(dockerfile: Path, given: str | None, *, is_release: bool) -> str:
+    """Return the base image of a Dockerfile: ``given``, or its own. One without a digest is a warning.
+
+    Raises:
+        SystemExit: for a release whose base has no digest.
+    """
+    (own,) = re.findall(r"^ARG BASE=(\S+)", dockerfile.read_text(encoding="utf-8"), re.MULTILINE)
+    base = given or own
+    if not re.search(r"@sha256:[0-9a-f]{64}$", base):
+        text = f"{dockerfile.name}: the base {base} has no digest: write ARG BASE={base.partition('@')[0]}@sha256:..."
         if is_release:
             sys.exit(f"ragcache: error: {text}")
         print(f"ragcache: warning: {text}", file=sys.stderr)
+    return base
 
 
 @click.command()
 @click.option("--folder", type=click.Path(path_type=Path), default=ROOT / "build" / "images", show_default=True)
-@click.option("--base", help="An image in this folder's storage to build upon. [default: one that debootstrap makes]")
+@click.option("--cpu-base", help="What Dockerfile.cpu builds upon. [default: a base that debootstrap makes]")
+@click.option("--cuda-base", help="What Dockerfile builds upon. [default: vLLM for the CPU]")
 @click.option("--torch-index", default="", help="An index with PyTorch's builds for the CPU. [default: pip's own]")
 @click.option("--keep-layers", is_flag=True, help="Keep what was built, 8 GB, so that the next build is a short one.")
-@click.option("--release", is_flag=True, help="Reject base images without a digest.")
-def main(folder: Path, base: str | None, torch_index: str, keep_layers: bool, release: bool) -> None:
+@click.option("--release", is_flag=True, help="Build over the bases that the Dockerfiles name; each needs a digest.")
+@click.option("--push", help="With --release: the registry and its folder that the images go to, as ghcr.io/owner.")
+def main(
+    folder: Path,
+    cpu_base: str | None,
+    cuda_base: str | None,
+    torch_index: str,
+    keep_layers: bool,
+    release: bool,
+    push: str | None,
+) -> None:
     """Build the images of examples/deployment; start and ask what does not need a GPU."""
-    check_bases(is_release=release)
+    cpu, cuda = DEPLOYMENT / "Dockerfile.cpu", DEPLOYMENT / "Dockerfile"
+    bases = [base_of(path, given, is_release=release) for path, given in ((cpu, cpu_base), (cuda, cuda_base))]
+    if push and not release:
+        sys.exit("ragcache: error: --push uploads what a release builds: give --release as well")
     if missing := [each for each in ("buildah", "debootstrap", "unshare", "setpriv") if shutil.which(each) is None]:
         sys.exit(f"ragcache: error: image-check needs {', '.join(missing)}: apt-get install buildah debootstrap")
     if os.getuid() != 0:
@@ -402,18 +427,28 @@ def main(folder: Path, base: str | None, torch_index: str, keep_layers: bool, re
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what is mounted is unmounted
     builder = Builder(folder.resolve(), keeps_layers=keep_layers)
     index = ("--build-arg", f"TORCH_INDEX={torch_index}")
-    cpu, cuda = DEPLOYMENT / "Dockerfile.cpu", DEPLOYMENT / "Dockerfile"
+    tags = {"ragcache-cpu": "localhost/ragcache-cpu:check", "ragcache": "localhost/ragcache:check"}
     try:
-        base = base or builder.base(f"localhost/ragcache-base:{sha256(BASE_PACKAGES.encode()).hexdigest()[:12]}")
+        if release:
+            cpu_base, cuda_base = bases
+        cpu_base = cpu_base or builder.base(
+            f"localhost/ragcache-base:{sha256(BASE_PACKAGES.encode()).hexdigest()[:12]}"
+        )
         began_s = time.monotonic()
-        image = builder.mounted(builder.build(cpu, "localhost/ragcache-cpu:check", base, *index))
-        took_s, size = time.monotonic() - began_s, builder.size("localhost/ragcache-cpu:check")
+        image = builder.mounted(builder.build(cpu, tags["ragcache-cpu"], cpu_base, *index))
+        took_s, size = time.monotonic() - began_s, builder.size(tags["ragcache-cpu"])
         print(f"image-check: built {cpu.name} in {took_s:.0f} s: {size}", flush=True)
         check(image, folder)
-        inventory(image, folder)
-        vllm = builder.as_base("localhost/ragcache-cpu:check", "localhost/vllm-cpu:check")
-        version = output(builder.mounted(builder.build(cuda, "localhost/ragcache:check", vllm)), folder, VERSION)
-        print(f"image-check: built {cuda.name} over vLLM for the CPU: {version.strip()}")
+        inventory(image, folder / "ragcache-cpu.cdx.json")
+        over = cuda_base or builder.as_base(tags["ragcache-cpu"], "localhost/vllm-cpu:check")
+        image = builder.mounted(builder.build(cuda, tags["ragcache"], over))
+        inventory(image, folder / "ragcache.cdx.json")
+        print(f"image-check: built {cuda.name} over {over}: {output(image, folder, VERSION).strip()}")
+        if push:
+            digests = {name: builder.push(tag, f"{push}/{name}:{version()}") for name, tag in tags.items()}
+            text = "".join(f"{name}={digest}\n" for name, digest in digests.items())
+            (folder / "digests").write_text(text, encoding="utf-8")
+            print(f"image-check: pushed to {push}:\n{text}", end="")
     finally:
         builder.close()
 

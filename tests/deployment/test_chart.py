@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,22 @@ from helm_python.chart import lint
 from helm_python.errors import HelmError
 from pydantic import ValidationError
 
-from tests.deployment.chart import CHART, DEPLOYMENT, PLAIN, VALUES, objects, plain_manifests, values_of
+from tests.deployment.chart import (
+    CHART,
+    DEPLOYMENT,
+    EVERY,
+    PLAIN,
+    VARIANTS,
+    WORKING_HOURS,
+    containers,
+    mib,
+    objects,
+    of_kind,
+    plain_manifests,
+    pods,
+    size_gib,
+    values_of,
+)
 
 TERRAFORM = DEPLOYMENT / "terraform"
 CORE = re.compile(r"^(v1|(apps|batch|autoscaling|policy|networking\.k8s\.io)/v\d)$")
@@ -35,54 +49,6 @@ EFFECTS = {"NO_SCHEDULE": "NoSchedule", "NO_EXECUTE": "NoExecute", "PREFER_NO_SC
 CORE_PACKAGE = DEPLOYMENT.parents[1] / "ragcache_core"
 VARIABLES_OF = ("runtime/environment.py", "config.py", "chunkstore/encryption.py")
 """The modules that name the environment variables of secrets; this environment does not have their imports."""
-WORKING_HOURS = {"timezone": "UTC", "start": "0 8 * * *", "end": "0 18 * * *"}
-VARIANTS: dict[str, dict[str, Any]] = {
-    "loader": {
-        "model": {"source": "loader", "loader": {"image": "registry.example/loader:1", "command": ["fill", "/models"]}},
-        "warm": {"mode": "sidecar"},
-    },
-    "job": {
-        "warm": {"mode": "job"},
-        "auth": {"tenants": {"secret": "tenants"}},
-        "networkPolicy": {"enabled": True, "clients": [{"matchLabels": {"app": "my-application"}}]},
-    },
-    "several-gpus": {"engine": {"gpus": 2, "vllmArgs": ["--max-model-len", "8192"], "args": ["--policy", "pgdsf"]}},
-    "hpa": {
-        "model": {"source": "hub", "hub": {"name": "org/model"}},
-        "autoscaling": {"kind": "hpa", "min": 2, "max": 4},
-        "tiers": {"disk": {"GiB": 0}, "shared": {"url": "s3://bucket/kv", "s3": {"secret": "bucket"}}},
-        "networkPolicy": {"enabled": True, "egress": [{"ports": [{"port": 443}]}]},
-    },
-    "scale-to-zero": {"autoscaling": {"kind": "keda", "min": 0, "max": 1, "workingHours": WORKING_HOURS}},
-}  # fmt: skip
-EVERY = {**{name: values_of(name) for name in VALUES}, **VARIANTS}
-
-
-@pytest.fixture(params=EVERY)
-def made(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
-    return list(objects(EVERY[request.param]))
-
-
-def of_kind(made: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
-    return [each for each in made if each["kind"] == kind]
-
-
-def pods(made: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    for each in (*of_kind(made, "StatefulSet"), *of_kind(made, "Job")):
-        yield each["spec"]["template"]
-
-
-def containers(pod: Mapping[str, Any]) -> list[dict[str, Any]]:
-    return [*pod["spec"].get("initContainers", ()), *pod["spec"]["containers"]]
-
-
-def mib(quantity: str) -> float:
-    number, unit = re.fullmatch(r"([\d.]+)(Mi|Gi)", quantity).groups()  # type: ignore[union-attr]
-    return float(number) * {"Mi": 1, "Gi": 1024}[unit]
-
-
-def size_gib(option: str, arguments: list[str]) -> float:
-    return float(arguments[arguments.index(option) + 1].removesuffix("GiB")) if option in arguments else 0.0
 
 
 @pytest.mark.parametrize("name", EVERY)

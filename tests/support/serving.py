@@ -14,7 +14,7 @@ import uvicorn
 from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
-from ragcache_core.client.ray_serve.engine_replica import EngineReplica
+from ragcache_core.client.ray_serve.deployment import EngineReplica
 from ragcache_core.client.ray_serve.front import Front
 from ragcache_core.client.ray_serve.known_replicas import ReplicaRequest, ReplicaStates
 

@@ -1,29 +1,12 @@
 """What tests of several folders need: a disk that waits, and what a scripted ``server`` says and was asked for."""
 
-import ssl
 import threading
-from collections.abc import Callable, Iterator
-from functools import cache
+from collections.abc import Iterator
 
 import pytest
 
 from ragcache_core.chunkstore.slotfile import SlotFile
-from tests.support.scripted_server import IDLE, ScriptedServer, Seen
-
-# Clients of scripted servers check no certificate, and reading the authorities' for each takes longer than most tests.
-ssl.create_default_context = cache(ssl.create_default_context)
-
-
-@pytest.fixture
-def idle(server: ScriptedServer) -> None:
-    """The server is RAGCache's, and has nothing to do: it takes speculations."""
-    server.load = IDLE
-
-
-@pytest.fixture
-def generations(server: ScriptedServer) -> Callable[[], list[Seen]]:
-    """The requests for an answer that the server has seen."""
-    return lambda: [r for r in server.requests if r.path == "/v1/chat/completions"]
+from tests.support.scripted_fixtures import engine, generations, idle, server, warmed  # noqa: F401 (fixtures)
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import re
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,6 @@ from typing import Any
 from vllm.forward_context import ForwardContext
 from vllm.model_executor.layers import rotary_embedding
 from vllm.model_executor.layers.attention import Attention
-from vllm.model_executor.layers.attention.attention import set_default_quant_scales
 from vllm.v1.attention.backend import AttentionMetadataBuilder
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, CPUAttentionBackendImpl
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
@@ -68,7 +66,6 @@ def facts() -> dict[str, Any]:
         "reset_cache",
     )
     flash_attention = _source("vllm.v1.attention.backends.flash_attn")
-    default_scales = inspect.getsource(set_default_quant_scales)
     begin = inspect.getsource(KVConnectorModelRunnerMixin._get_kv_connector_output)
     return {
         "connector": {name: _arguments(getattr(connector, name)) for name in names},
@@ -115,11 +112,6 @@ def facts() -> dict[str, Any]:
                 for source in (inspect.getsource(CPUAttentionBackendImpl), flash_attention)
                 for name in ("alibi_slopes", "sinks", "logits_soft_cap", "scale")
             ),
-        ],
-        "packing": [
-            sorted(set(re.findall(r"\blayer\.(\w+)", inspect.getsource(CPUAttentionBackendImpl.do_kv_cache_update)))),
-            [f"layer.{name} = " in default_scales for name in ("_k_scale_float", "_v_scale_float")],
-            "layer.isa = " in inspect.getsource(CPUAttentionBackend.get_builder_cls()),
         ],
         "write": _arguments(CPUAttentionBackendImpl.do_kv_cache_update),
         "forward": _arguments(CPUAttentionBackendImpl.forward)[:3],

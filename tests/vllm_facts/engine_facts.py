@@ -13,14 +13,7 @@ import vllm
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import TokenizersBackend
 from vllm import SamplingParams, envs, plugins
-from vllm.config import (
-    CacheConfig,
-    ModelConfig,
-    MultiModalConfig,
-    ParallelConfig,
-    SchedulerConfig,
-    VllmConfig,
-)
+from vllm.config import CacheConfig, ModelConfig, MultiModalConfig, ParallelConfig, SchedulerConfig, VllmConfig
 from vllm.distributed.parallel_state import GroupCoordinator
 from vllm.entrypoints.cli import serve
 from vllm.entrypoints.generate.base.serving import GenerateBaseServing
@@ -64,6 +57,7 @@ from ragcache_core.vllm_plugin.facts import PRIVATE, missing_facts
 from ragcache_core.vllm_plugin.scheduler.block_pool import TreeFreeBlockQueue
 from ragcache_core.vllm_plugin.scheduler.request_queue import CacheAwareRequestQueue
 from ragcache_core.vllm_plugin.server.recognition.wrapper import why_refused
+from tests.vllm_facts.private_names import sources, used_private_names, with_every_kind_of_use
 
 _TOOL = {"type": "function", "function": {"strict": True, "parameters": {}, "name": "search"}}
 _ASKED = (
@@ -124,11 +118,14 @@ def facts() -> dict[str, object]:
     base = compat.KVConnectorBase_V1
     pool = compat.BlockPool(4, True, 16)
     taken = pool.get_new_blocks(1)
+    changed, put_in = with_every_kind_of_use(sources())
     pool.cached_block_hash_to_block.insert(b"hash", taken[0])
     return {
         "version": vllm.__version__,
         "missing": missing_facts(),
         "private": sorted(name for names in PRIVATE.values() for name in names),
+        "used_private": sorted(used := used_private_names(sources())),
+        "unseen_uses": sorted(put_in - (set(used_private_names(changed)) - set(used))),
         "abstract": sorted(base.__abstractmethods__),
         "still_abstract": sorted(DocumentConnector.__abstractmethods__),
         "signatures": {
@@ -373,7 +370,7 @@ def facts() -> dict[str, object]:
         "seed": [
             compat.hash_seed("sha256") is not None,
             parameters(kv_cache_utils.resolve_none_hash_seed),
-            len(kv_cache_utils._NON_CRYPTO_HASH_FUNCTIONS) > 0,
+            [parameters(compat.get_request_block_hasher), compat.hash_seed("xxhash")],
             "prefix_caching_hash_algo" in names(CacheConfig),
         ],
         "prom": [

@@ -7,6 +7,7 @@ import re
 from typing import Any
 
 import torch
+from vllm import _custom_ops
 from vllm.config import (
     AttentionConfig,
     CacheConfig,
@@ -150,6 +151,7 @@ def facts() -> dict[str, object]:
             name: parameters(getattr(compat.OffloadingWorker, name))
             for name in ("submit_store", "submit_load", "get_finished", "wait", "shutdown")
         },
+        "copies": parameters(_custom_ops.swap_blocks_batch),
         "worker_is_complete": sorted(CopyingWorker.__abstractmethods__),
         "transfer_result": names(compat.TransferResult),
         "caches": names(compat.CanonicalKVCaches),

@@ -57,9 +57,6 @@ def test_the_worker_has_the_model_and_its_attention(facts: dict[str, Any]) -> No
         "attention_layers.py refuses what has one of these, and attention_mass.py weighs by the last two of a backend: "
         "under another name they would count as absent, and chunks come out wrong"
     )
-    assert facts["packing"] == [["_k_scale_float", "_v_scale_float", "isa"], [True, True], True], (
-        "model/paged_kv.py copies these of a layer for the backend to write a block with: copy what it reads now"
-    )
     assert facts["write"] == ["self", "layer", "key", "value", "kv_cache", "slot_mapping"], "see KVAccess.write()"
     assert facts["forward"] == ["self", "layer", "query"], "Observed wraps it"
     assert facts["rope"] == [True] * 4, "Rope reads them"

@@ -111,6 +111,9 @@ def test_the_copying_worker_stands_in_for_vllms(facts: dict[str, Any], since: Si
         "wait": ["self", "job_ids"],
         "shutdown": ["self"],
     }, "follow the change in cpu_worker.py"
+    assert facts["copies"] == [*("src_ptrs", "dst_ptrs", "sizes"), "is_src_access_order_any"], (
+        "DeviceCopies calls it: no public function of vLLM copies between given addresses"
+    )
     assert facts["transfer_result"] == ["job_id", "success", "transfer_size", "transfer_time"], "see _finish()"
     assert facts["caches"] == ["tensors", "group_data_refs"], "CopyingWorker makes its views from them"
     assert facts["cache"] == [["page_size_bytes", "tensor"], True], "and copies rows of them, for each layer's ref"

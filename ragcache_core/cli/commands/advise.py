@@ -9,14 +9,15 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ragcache_core.cli.command import Command, options_in_cli_wording, print_json
-from ragcache_core.cli.options import FiniteRange, api_key_option
+from ragcache_core.cli.options import FiniteRange, api_key_option, join_server
 from ragcache_core.cli.output import (
     check_outputs,
     check_plot,
     counting_requests,
     output_option,
     printable,
-    write_json,
+    say_written,
+    write_output,
 )
 from ragcache_core.cli.settings_options import simulation_options
 from ragcache_core.errors import EngineError
@@ -125,21 +126,17 @@ def advise(
         click.echo("\n\n".join(each.text() for each in tables(advice)))
     for note in advice.notes:
         click.echo(f"ragcache: {note}", err=True)
-    if output is not None:
-        write_json(advice.to_dict(), output)
+    write_output(advice.to_dict(), output)
     if plot is not None:
         page(advice, log.name, len(trace)).save(plot)
-    for path in (output, plot):
-        if path is not None:
-            click.echo(f"ragcache: written to {path}", err=True)
+        say_written(plot)
 
 
 def _sizes_of(url: str, api_key: str | None) -> dict[str, int]:
     """Return the tokens that each tier of a server holds."""
-    from ragcache_core.client import Engine
     from ragcache_core.client.profiling import tier_sizes
 
-    with Engine.connect(url, api_key=api_key, tokenizer=False) as engine:
+    with join_server(url, api_key) as engine:
         try:
             sizes = tier_sizes(engine).tokens
         except EngineError as error:

@@ -8,20 +8,22 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from ragcache_core.cli.command import Command, print_json, report
 from ragcache_core.cli.options import (
     EmbedderName,
-    FiniteRange,
     embedder_option,
     engine_opener,
     engine_options,
+    k_option,
+    layout_of,
     layout_options,
     open_store,
     store_option,
+    temperature_option,
     vllm_args_argument,
 )
 from ragcache_core.cli.output import printable
@@ -131,17 +133,13 @@ _DEFAULT_K = 2
 @store_option
 @engine_options
 @embedder_option
-@click.option(
-    "-k", "--k", type=click.IntRange(1), help="Documents per question. [default: 2, or fewer if the store has fewer]"
-)
+@k_option
 @click.option(
     "--max-tokens",
     type=click.IntRange(1),
     help="Maximum length of an answer in tokens. [default: 256, or what fits into the context window]",
 )
-@click.option(
-    "--temperature", type=FiniteRange(0), default=0.0, show_default=True, help="Sampling temperature; 0 is greedy."
-)
+@temperature_option
 @layout_options
 @click.option("--show-documents", is_flag=True, help="Print the retrieved documents before the answer.")
 @click.option("--stream", is_flag=True, help="Print the answer as it is generated.")
@@ -149,22 +147,15 @@ _DEFAULT_K = 2
 def ask(
     question: str | None,
     store: Path,
-    model: str | None,
-    url: str | None,
-    api_key: str | None,
-    tokenizer: str | None,
-    cache_config: Path | None,
     embedder: EmbedderName | None,
     k: int | None,
     max_tokens: int | None,
     temperature: float,
-    static_prefix: str,
-    document_format: str,
-    question_format: str,
     show_documents: bool,
     stream: bool,
     vllm_args: tuple[str, ...],
     as_json: bool,
+    **options: Any,
 ) -> None:
     """Answer QUESTION from the documents in the store.
 
@@ -177,10 +168,10 @@ def ask(
     """
     if question is not None and question.startswith("--"):  # an argument after "--" without a question
         vllm_args, question = (question, *vllm_args), None
-    join = engine_opener(model, url, api_key, tokenizer, cache_config, vllm_args)
+    join = engine_opener(options, vllm_args)
     if stream and as_json:
         raise click.UsageError("--stream prints text and --json an object: give one of them.")
-    layout = PromptLayout(static_prefix, document_format, question_format=question_format)
+    layout = layout_of(options)
     is_conversation = question is None and sys.stdin.isatty()
     is_streamed = stream or (is_conversation and not as_json)
 

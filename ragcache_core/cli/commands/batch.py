@@ -26,12 +26,14 @@ from ragcache_core.cli.command import EXIT_ERROR, Command, print_json
 from ragcache_core.cli.commands.ask import DEFAULT_MAX_TOKENS
 from ragcache_core.cli.options import (
     EmbedderName,
-    FiniteRange,
     embedder_option,
     engine_opener,
     engine_options,
+    k_option,
+    layout_of,
     layout_options,
     open_store,
+    temperature_option,
     vllm_args_argument,
 )
 from ragcache_core.cli.output import check_output, counting_requests
@@ -137,9 +139,7 @@ class _Requests:
 )
 @engine_options
 @embedder_option
-@click.option(
-    "-k", "--k", type=click.IntRange(1), help="Documents per question. [default: 2, or fewer if the store has fewer]"
-)
+@k_option
 @click.option(
     "--max-tokens",
     type=click.IntRange(1),
@@ -147,9 +147,7 @@ class _Requests:
     show_default=True,
     help="Maximum length of an answer in tokens.",
 )
-@click.option(
-    "--temperature", type=FiniteRange(0), default=0.0, show_default=True, help="Sampling temperature; 0 is greedy."
-)
+@temperature_option
 @layout_options
 @click.option(
     "--document-order",
@@ -171,22 +169,15 @@ def batch(
     questions: Path,
     store: Path | None,
     output: Path,
-    model: str | None,
-    url: str | None,
-    api_key: str | None,
-    tokenizer: str | None,
-    cache_config: Path | None,
     embedder: EmbedderName | None,
     k: int | None,
     max_tokens: int,
     temperature: float,
-    static_prefix: str,
-    document_format: str,
-    question_format: str,
     document_order: DocumentOrder,
     max_concurrency: int,
     vllm_args: tuple[str, ...],
     as_json: bool,
+    **options: Any,
 ) -> None:
     """Answer the requests in the file QUESTIONS, one JSON object per line.
 
@@ -198,8 +189,8 @@ def batch(
     Each answer is written to OUT at once. Run the same command again to continue after an interruption, and to repeat
     failed requests. Exit status 1: a request failed or a line is invalid; all others are answered.
     """
-    join = engine_opener(model, url, api_key, tokenizer, cache_config, vllm_args)
-    layout = PromptLayout(static_prefix, document_format, question_format=question_format)
+    join = engine_opener(options, vllm_args)
+    layout = layout_of(options)
     check_output("--output", output, [questions])
     lines, broken = read_batch(questions)
     has_questions = any(line.question is not None for line in lines)

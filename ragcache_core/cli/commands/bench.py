@@ -11,7 +11,7 @@ from click.core import ParameterSource
 from ragcache_core.cli.command import CommandGroup, print_json
 from ragcache_core.cli.commands.trace import WORKLOAD_NAMES
 from ragcache_core.cli.options import api_key_option
-from ragcache_core.cli.output import check_output, check_outputs, require_matplotlib
+from ragcache_core.cli.output import check_output, check_outputs, require_matplotlib, say_written
 from ragcache_core.runtime.terminal import Bar
 
 if TYPE_CHECKING:
@@ -257,7 +257,7 @@ def bench(
     finally:  # after an interruption too
         if results.runs:
             _report(results, html_path, as_json=as_json)
-            click.echo(f"ragcache: written to {output}", err=True)
+            say_written(output)
 
 
 def _drawable(html_path: Path | None) -> Path | None:

@@ -20,7 +20,7 @@ from ragcache_core.cli.commands.forget import (
     url_option,
     wait_option,
 )
-from ragcache_core.cli.options import FiniteRange, api_key_option
+from ragcache_core.cli.options import FiniteRange, api_key_option, join_server
 from ragcache_core.cli.output import printable, size
 from ragcache_core.runtime.terminal import columns, plain
 from ragcache_core.stats import CONTENTS_ORDERS, MAX_LISTED
@@ -64,9 +64,7 @@ def cache() -> None:
 )
 def ls(url: str, api_key: str | None, sort: str, limit: int, as_json: bool) -> None:
     """List documents: bytes by tier, number of prefixes and of cached versions, uses, seconds of compute saved."""
-    from ragcache_core.client import Engine
-
-    with Engine.connect(url, api_key=api_key, tokenizer=False) as engine:
+    with join_server(url, api_key) as engine:
         contents = engine.cache.ls(sort=sort, limit=limit)
     if as_json:
         print_json({"url": engine.base_url, **contents.to_dict()})
@@ -89,9 +87,7 @@ def show(ids: tuple[str, ...], url: str, api_key: str | None, as_json: bool) -> 
 
     Ids without cached KV are listed and are no error.
     """
-    from ragcache_core.client import Engine
-
-    with Engine.connect(url, api_key=api_key, tokenizer=False) as engine:
+    with join_server(url, api_key) as engine:
         contents = engine.cache.show(read_ids(ids))
     if as_json:
         print_json({"url": engine.base_url, **contents.to_dict()})
@@ -118,9 +114,7 @@ def pin(ids: tuple[str, ...], url: str, api_key: str | None, as_json: bool) -> N
     Together their prefixes may take a share of the smallest tier, --pinned-share of 'ragcache serve'. A pin beyond it
     is rejected as a whole. Ids without cached KV are listed, are not pinned, and are no error.
     """
-    from ragcache_core.client import Engine
-
-    with Engine.connect(url, api_key=api_key, tokenizer=False) as engine:
+    with join_server(url, api_key) as engine:
         _print_pins(engine.base_url, "pinned", engine.cache.pin(read_ids(ids)), as_json=as_json)
 
 
@@ -134,9 +128,7 @@ def pin(ids: tuple[str, ...], url: str, api_key: str | None, as_json: bool) -> N
 @api_key_option
 def unpin(ids: tuple[str, ...], url: str, api_key: str | None, as_json: bool) -> None:
     """Unpin documents: they are evicted as usual again. Ids that were not pinned are listed and are no error."""
-    from ragcache_core.client import Engine
-
-    with Engine.connect(url, api_key=api_key, tokenizer=False) as engine:
+    with join_server(url, api_key) as engine:
         _print_pins(engine.base_url, "unpinned", engine.cache.unpin(read_ids(ids)), as_json=as_json)
 
 
@@ -153,9 +145,7 @@ def prefetch(ids: tuple[str, ...], url: str, api_key: str | None, as_json: bool)
 
     They are evicted as usual. Ids without cached KV are listed and are no error.
     """
-    from ragcache_core.client import Engine
-
-    with Engine.connect(url, api_key=api_key, tokenizer=False) as engine:
+    with join_server(url, api_key) as engine:
         receipt = engine.cache.prefetch(read_ids(ids))
     if as_json:
         print_json({"url": engine.base_url, **receipt.to_dict()})
@@ -195,7 +185,6 @@ def gc(
     Give --url or --cache-dir. An engine's start deletes namespaces unused for 30 days.
     """
     from ragcache_core.chunkstore.old_namespaces import delete_unused
-    from ragcache_core.client import Engine
 
     if (url is None) == (cache_dir is None):
         raise click.UsageError("Give either --url or --cache-dir.")
@@ -203,7 +192,7 @@ def gc(
         collected = delete_unused(cache_dir, unused_s=unused_days * 86_400.0, dry_run=dry_run)
     else:
         assert url is not None
-        with Engine.connect(url, api_key=api_key, tokenizer=False) as engine:
+        with join_server(url, api_key) as engine:
             collected = engine.cache.gc(unused_days=unused_days, dry_run=dry_run)
     if as_json:
         print_json(collected.to_dict())
@@ -225,9 +214,7 @@ def purge(url: str, api_key: str | None, wait_s: float, yes: bool, as_json: bool
 
     Running requests keep their blocks until they finish. Exit status 1 if something is left after the wait.
     """
-    from ragcache_core.client import Engine
-
-    with Engine.connect(url, api_key=api_key, tokenizer=False) as engine:
+    with join_server(url, api_key) as engine:
         if not yes:
             if not sys.stdin.isatty():
                 raise click.UsageError("There is no terminal to confirm on: give --yes to remove everything.")

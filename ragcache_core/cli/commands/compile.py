@@ -15,6 +15,7 @@ from ragcache_core.cli.command import Command, engine_progress, options_in_cli_w
 from ragcache_core.cli.options import (
     cache_options,
     check_vllm_args,
+    layout_of,
     log_option,
     open_store,
     read_cache_config,
@@ -23,7 +24,7 @@ from ragcache_core.cli.options import (
     tokenizer_option,
     vllm_args_argument,
 )
-from ragcache_core.cli.output import check_output, output_option, write_json
+from ragcache_core.cli.output import check_output, output_option, write_output
 from ragcache_core.cli.warming import (
     WarmingPlan,
     check_sources,
@@ -38,7 +39,6 @@ from ragcache_core.cli.warming import (
     with_each_alone,
 )
 from ragcache_core.errors import EngineError
-from ragcache_core.prompt import PromptLayout
 
 if TYPE_CHECKING:
     from ragcache_core.client import Engine
@@ -126,10 +126,9 @@ def compile_(
     from ragcache_core.client import Engine
 
     names = ("from_log", "trace", "top", "k", "document_order", "embedder", "cost_model")
-    layout = PromptLayout(
-        settings.pop("static_prefix"), settings.pop("document_format"), question_format=settings.pop("question_format")
-    )
-    expectation = {name: settings.pop(name) for name in names}
+    of_layout = ("static_prefix", "document_format", "question_format")
+    expectation = {name: settings.pop(name) for name in (*names, *of_layout)}
+    layout = layout_of(expectation)
     check_vllm_args(vllm_args)
     check_sources(expectation)
     check_output("--output", output, filter(None, (expectation["from_log"], expectation["trace"])))
@@ -162,9 +161,7 @@ def compile_(
                 click.echo("\n".join([*lines_of(plan, expected), *_forecast_lines(plan)]))
             if not dry_run:
                 facts |= _compile(engine, _part_of(plan, *part), as_json=as_json)
-    if output is not None:
-        write_json(facts, output)
-        click.echo(f"ragcache: written to {output}", err=True)
+    write_output(facts, output)
     if as_json:
         print_json(facts)
 

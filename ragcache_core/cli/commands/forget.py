@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 from ragcache_core.cli.command import Command, print_json
-from ragcache_core.cli.options import FiniteRange, api_key_option
+from ragcache_core.cli.options import FiniteRange, api_key_option, join_server
 from ragcache_core.cli.output import printable
 from ragcache_core.errors import EngineError
 
@@ -64,10 +64,8 @@ def forget(ids: tuple[str, ...], url: str, api_key: str | None, wait_s: float, a
     behind a document in a prompt is deleted too. The store is not changed. Ids without cached KV are listed and are no
     error. Exit status 1: some KV is left after the wait; run the command again.
     """
-    from ragcache_core.client import Engine
-
     wanted = read_ids(ids)
-    with Engine.connect(url, api_key=api_key, tokenizer=False) as engine:
+    with join_server(url, api_key) as engine:
         receipt = engine.forget(wanted, wait_s=wait_s)
     if as_json:
         print_json({"url": engine.base_url, **receipt.to_dict()})
@@ -107,10 +105,8 @@ def forgetting(
 
     A server that does not answer is an error before anything is changed; one that does not forget says what to do.
     """
-    from ragcache_core.client import Engine
-
     with ExitStack() as opened:
-        engines = {url: opened.enter_context(Engine.connect(url, api_key=api_key, tokenizer=False)) for url in urls}
+        engines = {url: opened.enter_context(join_server(url, api_key)) for url in urls}
 
         def forget_documents(doc_ids: Sequence[DocId]) -> dict[str, ForgetReceipt]:
             receipts: dict[str, ForgetReceipt] = {}

@@ -18,10 +18,12 @@ from ragcache_core.cli.options import (
     EmbedderName,
     api_key_option,
     embedder_option,
+    join_server,
     make_embedder,
     open_store,
     read_size,
     store_option,
+    together,
 )
 from ragcache_core.cli.output import printable
 from ragcache_core.cli.warming import warm_store
@@ -38,7 +40,7 @@ if TYPE_CHECKING:
 
 _DEFAULT_TOKENS = 512
 
-_OPTIONS: tuple[Callable[[Callable[..., Any]], Callable[..., Any]], ...] = (
+splitting_options = together(
     click.option(
         "--chunk-chars",
         type=int,
@@ -77,13 +79,6 @@ _OPTIONS: tuple[Callable[[Callable[..., Any]], Callable[..., Any]], ...] = (
     ),
 )
 _LENGTHS = {"chunk_{}": "max_length", "chunk_min_{}": "min_length", "chunk_overlap_{}": "overlap"}
-
-
-def splitting_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the options for splitting texts, under their own names."""
-    for option in reversed(_OPTIONS):
-        command = option(command)
-    return command
 
 
 def choose_splitting(store: Path, given_options: dict[str, Any]) -> tuple[Splitting, Chunking]:
@@ -277,14 +272,7 @@ def index(
     unchanged. A document or directory that cannot be read is reported and left out, and its stored documents stay; the
     exit code is 1 then, and 0 with --skip-errors.
     """
-    from ragcache_core.ingest import (
-        FileLimits,
-        FileOrigin,
-        compare,
-        read_origins,
-        write_chunking,
-        write_origins,
-    )
+    from ragcache_core.ingest import FileLimits, FileOrigin, compare, read_origins, write_chunking, write_origins
 
     splitting, chunking = choose_splitting(store, chunks)
     with options_in_cli_wording(click.get_current_context().command):
@@ -363,12 +351,10 @@ def _register(store: DocumentStore, url: str, api_key: str | None) -> Registrati
 
     What is registered already costs the server no more than its hash, so a run that was interrupted is repeated.
     """
-    from ragcache_core.client import Engine
-
     ids = store.ids()
     starts = range(0, len(ids), _DOCUMENTS_PER_READ)
     documents = (each for at in starts for each in store.get(ids[at : at + _DOCUMENTS_PER_READ]))
-    with Engine.connect(url, api_key=api_key, tokenizer=False) as engine, Bar("registering", len(ids)) as bar:
+    with join_server(url, api_key) as engine, Bar("registering", len(ids)) as bar:
         receipt = engine.register(documents, progress=bar.advance)
     for what, problems in (("not registered", receipt.errors), ("registered, but", receipt.warnings)):
         for doc_id, why in problems.items():

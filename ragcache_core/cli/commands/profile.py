@@ -270,8 +270,7 @@ def _measure_more(
     engine: Engine, facts: EngineFacts, repeats: int, sizes: CacheConfig, *, steps: bool
 ) -> dict[str, Any]:
     """Return the requested further measurements of a profile."""
-    from ragcache_core.client.profiling import asker
-    from ragcache_core.client.profiling_steps import asker_together, measure_loads, measure_steps
+    from ragcache_core.client.profiling import asker, asker_together, measure_loads, measure_steps
 
     rng = random.Random()  # noqa: S311 (as above)
     more: dict[str, Any] = {}

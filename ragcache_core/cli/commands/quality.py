@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
@@ -10,7 +9,8 @@ from typing import TYPE_CHECKING, Any, get_args
 import click
 
 from ragcache_core.cli.command import Command, print_json
-from ragcache_core.cli.options import FiniteRange, check_vllm_args, vllm_args_argument
+from ragcache_core.cli.options import FiniteRange, check_vllm_args, startup_timeout_option, together, vllm_args_argument
+from ragcache_core.cli.settings_options import Listed
 from ragcache_core.config import CompressionName, check_compression
 from ragcache_core.errors import ConfigError
 from ragcache_core.ordering import DOCUMENT_ORDERS, DocumentOrder
@@ -31,24 +31,7 @@ DEFAULT_ALPHAS: dict[SelectionName, tuple[float, ...]] = {
 """From little recompute to nearly full recompute of moved chunks."""
 
 
-class Alphas(click.ParamType[Any]):
-    """Comma-separated numbers of 0 or more."""
-
-    name = "alphas"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        if isinstance(value, tuple):
-            return value
-        try:
-            alphas = tuple(float(number) for number in value.split(","))
-        except ValueError:
-            alphas = (-1.0,)
-        if not all(0.0 <= alpha <= sys.float_info.max for alpha in alphas):
-            self.fail(f"{value!r} is no list of numbers of 0 or more: give them as 1,1.7,3.", param, ctx)
-        return alphas
-
-
-_MODEL_OPTIONS: tuple[Callable[[Callable[..., Any]], Callable[..., Any]], ...] = (
+model_options = together(
     click.option(
         "--questions",
         "questions_path",
@@ -87,7 +70,7 @@ _MODEL_OPTIONS: tuple[Callable[[Callable[..., Any]], Callable[..., Any]], ...] =
     ),
     click.option(
         "--alphas",
-        type=Alphas(),
+        type=Listed(number=float, least=0.0),
         metavar="A,A,...",
         help="Values of alpha to compare; a larger alpha recomputes more. [default: several, by the selection]",
     ),
@@ -117,21 +100,9 @@ _MODEL_OPTIONS: tuple[Callable[[Callable[..., Any]], Callable[..., Any]], ...] =
         metavar="SIZE",
         help="Size of host memory, half of it for chunks, such as 4GiB. [default: as for 'ragcache serve']",
     ),
-    click.option(
-        "--startup-timeout",
-        type=FiniteRange(0, min_open=True),
-        default=600.0,
-        show_default=True,
-        help="Abort the start after this many seconds without progress in loading.",
-    ),
+    startup_timeout_option,
 )
-
-
-def model_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the options of questions and engines."""
-    for option in reversed(_MODEL_OPTIONS):
-        command = option(command)
-    return command
+"""The options of questions and engines."""
 
 
 @click.command(
@@ -265,7 +236,7 @@ def quality(
 def quality_run(
     model: str, options: dict[str, Any], *, num_shown: int | None = None, max_score_loss: float | None = None
 ) -> tuple[QualityRun, tuple[float, ...]]:
-    """Return the run and alphas of the options of :func:`asking_options`.
+    """Return the run and alphas of the options of :data:`model_options`.
 
     Raises:
         ConfigError: no such questions, or a size that cannot work; no question has documents with scores beyond

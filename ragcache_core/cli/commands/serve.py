@@ -19,6 +19,7 @@ from ragcache_core.cli.options import (
     check_vllm_args,
     log_option,
     read_cache_config,
+    startup_timeout_option,
     tokenizer_option,
     vllm_args_argument,
 )
@@ -91,14 +92,7 @@ _POLL_S = 1.0
     metavar="S",
     help="Treat the engine as hung after this many seconds without an answer and CPU activity; 0 disables the check.",
 )
-@click.option(
-    "--startup-timeout",
-    type=FiniteRange(0, min_open=True),
-    default=600.0,
-    show_default=True,
-    metavar="S",
-    help="Abort the start after this many seconds without progress in loading.",
-)
+@startup_timeout_option
 @click.option(
     "--drain",
     type=FiniteRange(0),

@@ -9,7 +9,7 @@ import click
 
 from ragcache_core.cli.command import Command, Group, options_in_cli_wording, print_json
 from ragcache_core.cli.commands.sweep import sweep
-from ragcache_core.cli.output import check_output, counting_requests, output_option, write_json
+from ragcache_core.cli.output import check_output, counting_requests, output_option, write_output
 from ragcache_core.cli.settings_options import simulation_options
 
 if TYPE_CHECKING:
@@ -60,9 +60,7 @@ def run(trace: Path, per_request: bool, output: Path | None, as_json: bool, **se
         print_json(result.to_dict())
     else:
         click.echo(table(result))
-    if output is not None:
-        write_json(result.to_dict(), output)
-        click.echo(f"ragcache: written to {output}", err=True)
+    write_output(result.to_dict(), output)
 
 
 class SimulateGroup(Group):

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NoReturn, Self
 import click
 
 from ragcache_core.cli.command import Command, print_json
-from ragcache_core.cli.options import FiniteRange, api_key_option
+from ragcache_core.cli.options import FiniteRange, api_key_option, join_server
 from ragcache_core.cli.output import printable, size
 from ragcache_core.errors import EngineDiedError, EngineTimeoutError, EngineUnreachableError
 from ragcache_core.runtime.terminal import columns, plain
@@ -314,12 +314,10 @@ def stats(url: str, api_key: str | None, watch: bool, every_s: float | None, as_
     a server that restarts. In a file or a pipe, readings follow each other as plain text. With --json each reading is
     one line, and the watch ends if the server does not answer. Ctrl-C ends it with exit status 0.
     """
-    from ragcache_core.client import Engine
-
     if every_s is not None and not watch:
         raise click.UsageError("--every is the interval of --watch: give --watch as well.")
     try:
-        with Engine.connect(url, api_key=api_key, tokenizer=False) as engine:
+        with join_server(url, api_key) as engine:
             if watch:
                 _watch(engine, every_s or _WATCH_S, as_json=as_json)
             reading = engine.stats()

@@ -13,7 +13,14 @@ import click
 
 from ragcache_core._version import __version__
 from ragcache_core.cli.command import Command, options_in_cli_wording, print_json
-from ragcache_core.cli.output import check_outputs, check_plot, counting_requests, output_option, write_json
+from ragcache_core.cli.output import (
+    check_outputs,
+    check_plot,
+    counting_requests,
+    output_option,
+    say_written,
+    write_output,
+)
 from ragcache_core.cli.settings_options import Listed, field_helps, simulation_options
 from ragcache_core.errors import ConfigError
 from ragcache_core.ordering import DOCUMENT_ORDERS
@@ -134,7 +141,7 @@ def sweep(
     notes = notes_on(done, leaves_out_belady=BELADY in policies and ("cache_aware" in orders or max(replicas) > 1))
     whole = {"version": __version__, "notes": notes, "runs": [run.to_dict() for run in done]}
     if output is not None and journal is not None:
-        write_json(whole, output)
+        write_output(whole, output)
         clear_journal(journal, {run.key for run in done})
     if as_json:
         print_json(whole)
@@ -144,9 +151,7 @@ def sweep(
         click.echo(f"ragcache: {note}", err=True)
     if plot is not None:
         report(done, {str(path): count for path, count in num_requests.items()}, notes).save(plot)
-    for path in (output, plot):
-        if path is not None:
-            click.echo(f"ragcache: written to {path}", err=True)
+        say_written(plot)
 
 
 def _count_requests(traces: Sequence[Path], base: SimulationOptions) -> dict[Path, int]:

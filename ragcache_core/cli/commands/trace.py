@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, cast
 import click
 
 from ragcache_core.cli.command import Command, Group, print_json
-from ragcache_core.cli.output import check_no_input, check_outputs, check_plot, counting_requests
+from ragcache_core.cli.output import check_no_input, check_outputs, check_plot, counting_requests, say_written
 from ragcache_core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -397,7 +397,7 @@ def show(file: Path, plot: Path | None, as_json: bool) -> None:
             click.echo(f"\n{table.text()}")
     if plot is not None:
         reuse_report(file.name, summary, reuse).save(plot)
-        click.echo(f"ragcache: written to {plot}", err=True)
+        say_written(plot)
 
 
 def _as_options(message: str) -> str:

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ragcache_core.cli.command import Command, options_in_cli_wording, print_json
-from ragcache_core.cli.options import FiniteRange, api_key_option, open_store, read_size
-from ragcache_core.cli.output import check_output, output_option, printable, write_json
+from ragcache_core.cli.options import FiniteRange, api_key_option, join_server, layout_of, open_store, read_size
+from ragcache_core.cli.output import check_output, output_option, printable, write_output
 from ragcache_core.cli.warming import (
     check_sources,
     expectation_options,
@@ -24,13 +24,7 @@ from ragcache_core.cli.warming import (
     receipt_line,
     warm_engine,
 )
-from ragcache_core.errors import (
-    ConfigError,
-    EngineDiedError,
-    EngineTimeoutError,
-    EngineUnreachableError,
-)
-from ragcache_core.prompt import PromptLayout
+from ragcache_core.errors import ConfigError, EngineDiedError, EngineTimeoutError, EngineUnreachableError
 
 if TYPE_CHECKING:
     from ragcache_core.client import Engine
@@ -105,10 +99,7 @@ def warm(
     check_sources(settings)
     check_output("--output", output, filter(None, (settings["from_log"], settings["trace"])))
     with open_store(store, settings["embedder"], read_only=True) as documents:
-        expected = read_expected(documents, settings)
-        layout = PromptLayout(
-            settings["static_prefix"], settings["document_format"], question_format=settings["question_format"]
-        )
+        expected, layout = read_expected(documents, settings), layout_of(settings)
         with _joined(url, api_key, wait_s) as engine, options_in_cli_wording(warm):
             plan = plan_of(engine, documents, expected, layout, settings["budget"], settings["cost_model"])
             report_data = {**_facts(engine, store), **plan_to_dict(plan, expected)}
@@ -119,9 +110,7 @@ def warm(
                 report_data |= {"receipt": receipt.to_dict(), **_read_counts(engine.stats())}
                 if not as_json:
                     click.echo(receipt_line(receipt, plan))
-    if output is not None:
-        write_json(report_data, output)
-        click.echo(f"ragcache: written to {output}", err=True)
+    write_output(report_data, output)
     if as_json:
         print_json(report_data)
 
@@ -165,10 +154,8 @@ def _read_counts(stats: EngineStats) -> dict[str, object]:
 
 def _compare(path: Path, url: str, api_key: str | None, *, as_json: bool) -> None:
     """Print the forecast of an earlier run with the engine's counts since then."""
-    from ragcache_core.client import Engine
-
     report_data = _read_report(path)
-    with Engine.connect(url, api_key=api_key, tokenizer=False) as engine:
+    with join_server(url, api_key) as engine:
         stats = engine.stats()
     now, before = _counted(stats), report_data["counted"]
     has_restarted = any(now[name] < before.get(name, 0) for name in _HIT_COUNTS)

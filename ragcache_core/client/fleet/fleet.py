@@ -24,6 +24,7 @@ from ragcache_core.client.launch.process import GRACE_S
 from ragcache_core.client.server_api import ServerAPI
 from ragcache_core.errors import ConfigError, EngineError, EngineUnreachableError
 from ragcache_core.log import logger_of
+from ragcache_core.runtime.api_keys import check_api_key
 from ragcache_core.stats import EngineStats, ForgetReceipt, RegistrationReceipt, merged_report
 from ragcache_core.types import DocId, Document
 
@@ -141,7 +142,7 @@ class Fleet(EngineClient):
             resume_streams: which streamed answers continue on another replica: ``"all"``, ``"greedy"`` or ``"off"``.
 
         Raises:
-            ConfigError: no address, one address twice, or servers of different models.
+            ConfigError: no address, one address twice, servers of different models, or a key that no header can carry.
             EngineUnreachableError, EngineAuthError, EngineError: from a replica; see ``Engine.connect``.
         """
         named = ServiceName.of(urls) if isinstance(urls, str) and urls.startswith("dns+") else None
@@ -155,6 +156,7 @@ class Fleet(EngineClient):
         check_seconds("restart_timeout_s", restart_timeout_s or None)
 
         check_tokenizer(tokenizer)
+        check_api_key(api_key)
 
         def join(url: str) -> Engine:
             return Engine.connect(

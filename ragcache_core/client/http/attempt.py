@@ -124,7 +124,9 @@ class Attempt:
         if self._retry_timeout_s is not None and not (asks_completion(request) or asks_prompt(request)):
             self._retry_timeout_s = 0.0
         self._limit_s = policy.first_token_limit_s(request)
-        self._read_timeout_s = _read_timeout_s(request)
+        self._away_limit_s = _read_timeout_s(request)
+        if asks_prompt(request):  # its time-out is for a server that is there: this waits as the completion after it
+            self._away_limit_s = _LONG_TIMEOUT_S if self._retry_timeout_s is None else None
         self._sent_s = self._failed_s = 0.0
         self._error: Exception | None = None
         self._retries_left = _MAX_RETRIES
@@ -195,9 +197,9 @@ class Attempt:
         waited_s = time.monotonic() - self._failed_s
         if self._retry_timeout_s is not None and waited_s >= self._retry_timeout_s:
             raise self._error
-        if self._read_timeout_s is not None and waited_s > self._read_timeout_s:
+        if self._away_limit_s is not None and waited_s > self._away_limit_s:
             raise httpx.ReadTimeout(
-                f"the engine did not answer again within {self._read_timeout_s:g} s", request=self.request
+                f"the engine did not answer again within {self._away_limit_s:g} s", request=self.request
             ) from self._error
         return False
 

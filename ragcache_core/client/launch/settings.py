@@ -14,6 +14,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, InstanceOf, 
 from ragcache_core.client.http.attempt import AUTO, FirstTokenTimeout
 from ragcache_core.config import CacheConfig
 from ragcache_core.errors import ConfigError, quoted
+from ragcache_core.runtime.api_keys import check_api_key
 
 VLLMEviction = Literal["lru", "arc"]
 """Which chunk vLLM's host tier evicts: the one least recently used, or the one that ARC chooses."""
@@ -117,6 +118,7 @@ class LaunchSettings(BaseModel):
             first = error.errors()[0]
             name = str(first["loc"][0])
             raise ConfigError(f"{name} is {quoted(data.get(name))}: {_HINTS.get(name, first['msg'])}") from error
+        check_api_key(self.api_key)
 
     @classmethod
     def of(cls, model: str, settings: Mapping[str, Any]) -> Self:

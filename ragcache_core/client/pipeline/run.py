@@ -139,7 +139,7 @@ class _SearchTally:
             return f"the engine had no room: real requests that wait for their first token: {pending}"
         return (
             "the engine had no room: it answers real requests, which on a CPU leave none, or it has as many "
-            f"speculative ones as max_prefill_bs allows, {load.max_prefill_bs}"
+            "speculative ones as max_prefill_bs allows"
         )
 
 

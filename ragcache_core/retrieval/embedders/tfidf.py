@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ragcache_core.errors import ConfigError, StoreCorruptError
-from ragcache_core.retrieval.base import Ids, Vectors, extra_module
+from ragcache_core.retrieval.base import Ids, Vectors, check_count, extra_module
 from ragcache_core.retrieval.lexical import words_of
 
 _NUM_BUCKETS = 1 << 22
@@ -55,8 +55,7 @@ class TfidfSvdEmbedder:
     """
 
     def __init__(self, dimension: int = 128, *, seed: int = 0) -> None:
-        if not isinstance(dimension, int) or isinstance(dimension, bool) or dimension < 8:
-            raise ConfigError(f"dimension is {dimension!r}: give a whole number of at least 8")
+        check_count("dimension", dimension, 8)
         self.name = f"tfidf-svd-{dimension}" + (f"-seed{seed}" if seed else "")
         self.dimension = dimension
         self.seed = seed

@@ -15,16 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from ragcache_core.retrieval.base import (
-    Cancellation,
-    Ids,
-    IndexOptions,
-    Neighbors,
-    Stage,
-    Vectors,
-    cut_points,
-    faiss,
-)
+from ragcache_core.retrieval.base import Cancellation, Ids, IndexOptions, Neighbors, Stage, Vectors, cut_points, faiss
 from ragcache_core.retrieval.filters import Mask, Selection
 from ragcache_core.retrieval.index.flat import RowScan
 

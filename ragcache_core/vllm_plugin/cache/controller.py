@@ -168,7 +168,7 @@ class CacheController:
         self._chunks = chunks
         self.speculations = QueuedSpeculations()
         is_cache_aware = settings.queue == "cache_aware"
-        self.is_queue_ordered = is_cache_aware or settings.max_prefill_bs > 0
+        self.is_queue_ordered = is_cache_aware or settings.speculates
         self._queued = QueuedPrefixes(self.tree, max_protected_units, follows_changes=self.is_queue_ordered)
         self.queue: CacheAwareQueue[Any] = CacheAwareQueue(
             lambda request: self.order_priority(request.request_id),
@@ -901,7 +901,7 @@ class CacheController:
         first = state.num_prompt_tokens // self.tokens_per_block
         is_shared = state.first_private is None or first < state.first_private
         if state.admitted_s is not None and not state.metadata.is_prefill and is_shared and len(state.keys) > first:
-            self.tree.conversations.on_answered(state.keys[first], state.turn, self.tree.num_requests)
+            self.tree.record_answer(state.keys[first], state.turn)
 
     def _path_segments(self, state: RequestState, keys: Sequence[Key]) -> list[PathSegment]:
         """Return a prompt's segments as runs of blocks; a block in two segments belongs to the later one.

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ragcache_core.chunk.guard import ErrorGuard, GuardedAnswer
 from ragcache_core.vllm_plugin.cache.forgetting import Forgotten, Freed
-from ragcache_core.vllm_plugin.compat import RequestStatus, repeated_request
+from ragcache_core.vllm_plugin.compat import BlockHasher, RequestStatus, repeated_request
 from ragcache_core.wire import KEY, WIRE_VERSION
 
 if TYPE_CHECKING:
@@ -37,13 +37,15 @@ class AnswerAudits:
 
     Args:
         guard: chooses each answer's alpha.
+        block_hasher: names the blocks of audits as the engine names those of requests.
 
     Attributes:
         running: the audit that is in the engine.
     """
 
-    def __init__(self, guard: ErrorGuard) -> None:
+    def __init__(self, guard: ErrorGuard, block_hasher: BlockHasher) -> None:
         self.guard = guard
+        self._block_hasher = block_hasher
         self.running: Request | None = None
         self._answers: dict[str, GuardedAnswer] = {}  # of the requests in the engine
         self._pending: deque[_Audit] = deque()
@@ -82,8 +84,11 @@ class AnswerAudits:
         self._audit = audit = self._pending.popleft()
         audit.num_starts += 1
         metadata = (audit.request.kv_transfer_params or {})[KEY]
-        params = {KEY: {"version": WIRE_VERSION, "documents": metadata.get("documents", []), "chunk_reuse": False}}
-        self.running = repeated_request(audit.request, {**params, "max_offload_tokens": 0})
+        params: dict[str, Any] = {
+            KEY: {"version": WIRE_VERSION, "documents": metadata.get("documents", []), "chunk_reuse": False}
+        }
+        params["max_offload_tokens"] = 0
+        self.running = repeated_request(audit.request, params, self._block_hasher)
         return self.running
 
     def is_decided(self) -> bool:

@@ -84,6 +84,7 @@ def build_scheduling(
     page_bytes = kv_bytes_per_block(kv_cache_config)
     num_workers = vllm_config.parallel_config.world_size
     host_bytes, _ = settings.for_chunks()
+    assert settings.chunk_reuse is not None
     prefill_cost = settings.prefill_cost()
     tree = KnowledgeTree(
         make_policy(settings.policy, prefill_cost),
@@ -94,6 +95,7 @@ def build_scheduling(
         ChunkEviction(tree, prefill_cost),
         num_pages=num_pages_within(host_bytes, page_bytes * num_workers),
         tokens_per_page=vllm_config.cache_config.block_size,
+        max_variants=settings.chunk_reuse.max_variants,
     )
     return ChunkScheduling(
         library,

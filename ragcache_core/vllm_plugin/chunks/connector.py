@@ -34,6 +34,7 @@ from ragcache_core.vllm_plugin.compat import (
     KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorWorkerMetadata,
+    block_hasher_of,
 )
 from ragcache_core.vllm_plugin.connector.gpu_connector import DocumentConnector, is_identified_by_tokens
 from ragcache_core.vllm_plugin.connector.tiered_connector import RAGCacheConnector
@@ -139,8 +140,9 @@ class ChunkReuseConnector(KVConnectorBase_V1):
                 largest = settings.alpha_for(ChunkReuseRequest())
                 assert largest is not None
                 alphas = guarded_alphas(largest)
-                self.audits = AnswerAudits(ErrorGuard(self._reuse.max_error, alphas, Random(0).random))  # noqa: S311
-                self._library.guard = self.audits.guard
+                guard = ErrorGuard(self._reuse.max_error, alphas, Random(0).random)  # noqa: S311
+                self.audits = AnswerAudits(guard, block_hasher_of(vllm_config, kv_cache_config))
+                self._library.guard = guard
         with building(vllm_config, kv_cache_config, chunks=self._library):
             super().__init__(vllm_config, role, kv_cache_config)
 

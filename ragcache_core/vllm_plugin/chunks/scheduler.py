@@ -412,7 +412,7 @@ class ChunkScheduling:
             reservation = self.library.reserve(
                 span.key, token_ids, span.context, request_id, inherits=inherits, documents=documents
             )
-            self.library.seed(span.key, span.num_tokens, request.options.expected_uses)
+            self.library.seed(span.key, span.context, span.num_tokens, request.options.expected_uses)
             if reservation is None:
                 continue
             name = (request_id, reservation.key, reservation.number)

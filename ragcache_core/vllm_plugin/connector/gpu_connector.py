@@ -1,4 +1,4 @@
-"""The connectors' reports of each request's life, and the connector with the GPU tier only.
+"""The connectors' reports of each request's life and of a step, and the connector with the GPU tier only.
 
 vLLM hands ``kv_transfer_params`` to a KV connector only, so this is one. Metadata that contradicts the prompt is
 ignored for that request, counted, and logged the first time, never an error: it distorts what is kept at most, and
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -28,13 +28,12 @@ from ragcache_core.vllm_plugin.compat import (
     KVConnectorPromMetrics,
     KVConnectorRole,
     KVConnectorStats,
+    OffloadingConnectorStats,
     connector_of_this_worker,
     kv_bytes_per_block,
 )
 from ragcache_core.vllm_plugin.connector.adapter_keys import AdapterKeys
 from ragcache_core.vllm_plugin.connector.minimal import MinimalConnector
-from ragcache_core.vllm_plugin.connector.stats_reporter import StatsReporter
-from ragcache_core.vllm_plugin.connector.step_stats import RAGCacheStats
 from ragcache_core.vllm_plugin.offload.worker_memory import Rank, WorkerMemory
 from ragcache_core.vllm_plugin.server.metrics.prometheus import RAGCachePromMetrics
 from ragcache_core.wire import KEY, RequestMetadata, decode_kv_transfer_params, decode_speculation, tile
@@ -47,6 +46,128 @@ if TYPE_CHECKING:
 
     from ragcache_core.vllm_plugin.cache.controller import CacheController
     from ragcache_core.vllm_plugin.chunks.audits import AnswerAudits
+
+_LOAD = ("num_pending_prefills", "pending_prefill_s", "has_room")
+_PARTS = ("requests", "engine", "offload", "waited_s")
+
+
+class RAGCacheStats(KVConnectorStats):
+    """The statistics of a step.
+
+    ``data`` holds ``requests`` by id, the latest ``engine`` report or None, the data of vLLM's offloading, how long
+    each speculation that was admitted has ``waited_s``, with its tenant, and ``num_pending_prefills``, with how long
+    they take, and ``has_room`` where they have changed.
+    """
+
+    @classmethod
+    def of(
+        cls,
+        *,
+        requests: dict[str, Any],
+        engine: dict[str, Any] | None,
+        offload: KVConnectorStats | None,
+        waited_s: Mapping[str, tuple[float, str | None]] | None = None,
+        num_pending_prefills: int | None = None,
+        pending_prefill_s: float | None = None,
+        has_room: bool | None = None,
+    ) -> RAGCacheStats:
+        """Return the statistics of one step."""
+        below = offload.data if offload else None
+        return cls(
+            data={
+                "requests": requests,
+                "engine": engine,
+                "offload": below,
+                "waited_s": dict(waited_s or {}),
+                "num_pending_prefills": num_pending_prefills,
+                "pending_prefill_s": pending_prefill_s,
+                "has_room": has_room,
+            }
+        )
+
+    def is_empty(self) -> bool:
+        has_load = any(self.data.get(part) is not None for part in _LOAD)
+        return not (has_load or any(self.data.get(part) for part in _PARTS))
+
+    def reset(self) -> None:
+        self.data: dict[str, Any] = {}
+
+    def aggregate(self, other: KVConnectorStats) -> RAGCacheStats:
+        """Return both as one; ``other`` is later."""
+        offload = [OffloadingConnectorStats(data=s.data["offload"]) for s in (self, other) if s.data.get("offload")]
+        requests = {**(self.data.get("requests") or {}), **(other.data.get("requests") or {})}
+        merged = offload[0].aggregate(offload[1]) if len(offload) == 2 else next(iter(offload), None)
+        engine = other.data.get("engine") or self.data.get("engine")
+        waited_s = {**(self.data.get("waited_s") or {}), **(other.data.get("waited_s") or {})}
+        load = {
+            part: self.data.get(part) if (part_value := other.data.get(part)) is None else part_value for part in _LOAD
+        }
+        return self.of(requests=requests, engine=engine, offload=merged, waited_s=waited_s, **load)
+
+    def reduce(self) -> dict[str, int | float]:
+        """Return a line for vLLM's log."""
+        offload = self.data.get("offload")
+        line: dict[str, int | float] = OffloadingConnectorStats(data=offload).reduce() if offload else {}
+        return {**line, "ragcache_requests": len(self.data.get("requests") or {})}
+
+
+_REPORT_EVERY_S = 1.0
+
+
+class StatsReporter:
+    """Reports ended requests at once, and tiers at most once a second.
+
+    The statistics of vLLM's offloading are reported with the tiers: its gauges change in each step, and would cost each
+    step 0.1 ms in each of the two processes.
+
+    Args:
+        controller: the source of the statistics.
+        stats_below: returns the offloading's statistics since its last call.
+        num_copies: returns how many copies are in flight.
+    """
+
+    def __init__(
+        self,
+        controller: CacheController,
+        stats_below: Callable[[], KVConnectorStats | None],
+        num_copies: Callable[[], int],
+    ) -> None:
+        self._controller = controller
+        self._stats_below = stats_below
+        self._num_copies = num_copies
+        self._reported_s = 0.0
+        self._reported_copies = 0
+        self._reported_load = (0, True)
+        """Pending prefills, and whether speculation would be admitted, as the server's process knows them."""
+
+    def take(self) -> RAGCacheStats | None:
+        """Return the new statistics, each once."""
+        controller = self._controller
+        now_s = time.monotonic()
+        pending, has_room = load = controller.num_pending_prefills, controller.has_room()
+        is_time = now_s - self._reported_s > _REPORT_EVERY_S
+        is_report_due = controller.is_idle or is_time
+        if not (is_report_due or controller.has_news or load != self._reported_load):
+            return None  # as after most steps of an answer: those must cost next to nothing
+        report = below = None
+        if is_report_due:
+            report = controller.take_report()
+            num_copies = self._num_copies()  # an engine may step a thousand times a second for nothing but those
+            if report is not None or is_time or num_copies != self._reported_copies:
+                self._reported_s, self._reported_copies, below = now_s, num_copies, self._stats_below()
+        num_reported, reported_room = self._reported_load
+        self._reported_load = load
+        stats = RAGCacheStats.of(
+            requests=controller.take_finished(),
+            engine=report,
+            offload=below,
+            waited_s=controller.speculations.take_waited_s(),
+            num_pending_prefills=None if pending == num_reported else pending,
+            pending_prefill_s=None if pending == num_reported else controller.pending_prefill_s,
+            has_room=None if has_room == reported_room else has_room,
+        )
+        return None if stats.is_empty() else stats
+
 
 logger = logger_of(__name__)
 
@@ -63,7 +184,7 @@ class DocumentAware:
 
     controller: CacheController | None = None
     adapter_keys: AdapterKeys
-    _vllm_config: VllmConfig
+    engine_config: VllmConfig
     _worker_block_bytes: int
     _news: StatsReporter | None = None
     _recorder: TraceRecorder | None = None
@@ -75,7 +196,7 @@ class DocumentAware:
 
     def _begin(self, controller: CacheController) -> None:
         self.controller = controller
-        self.adapter_keys = AdapterKeys(self._vllm_config)
+        self.adapter_keys = AdapterKeys(self.engine_config)
         self._news = StatsReporter(controller, lambda: self._stats_below(), lambda: self._num_copies())
         since, _, path = os.environ.get(RECORD_TRACE_ENV, "").partition(":")
         self._recorder = TraceRecorder(path, since_s=float(since)) if path else None
@@ -107,7 +228,7 @@ class DocumentAware:
                 )
             speculation = decode_speculation(request.kv_transfer_params or {})  # a guess stays one
             metadata = RequestMetadata(tile([], request.num_prompt_tokens), speculation)
-        if not self.controller.settings.max_prefill_bs:
+        if not self.controller.settings.speculates:
             metadata = replace(metadata, speculation=None)  # nothing would ever admit it
         tenant = self.controller.tenants.of_salt(request.cache_salt)
         is_tenants_own = self.controller.tenants.is_own_salt(tenant, request.cache_salt)
@@ -204,8 +325,8 @@ class DocumentAware:
         """Return this worker's memory layout; ``None`` with other connectors, as vLLM takes only one's."""
         if connector_of_this_worker() not in (None, self):
             return None
-        assert self._vllm_config.kv_transfer_config is not None
-        region = region_place(str(self._vllm_config.kv_transfer_config.engine_id))
+        assert self.engine_config.kv_transfer_config is not None
+        region = region_place(str(self.engine_config.kv_transfer_config.engine_id))
         return WorkerMemory(self._worker_block_bytes, region)
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[Rank, KVConnectorHandshakeMetadata]) -> None:

@@ -39,10 +39,15 @@ def warn_alone(role: KVConnectorRole, also: str = "") -> None:
 
 
 class MinimalConnector(KVConnectorBase_V1, SupportsHMA):
-    """Hits, loads and stores nothing."""
+    """Hits, loads and stores nothing.
+
+    Attributes:
+        engine_config: vLLM's configuration, as given.
+    """
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
+        self.engine_config = vllm_config
         if type(self) is MinimalConnector and unsupported_reason() is not None:
             warn_alone(role, ", and without documents and statistics")
 

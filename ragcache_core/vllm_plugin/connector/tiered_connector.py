@@ -159,8 +159,8 @@ class RAGCacheConnector(DocumentAware, ForwardingConnector):
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[Rank, KVConnectorHandshakeMetadata]) -> None:
         """Check the memory of all workers, and remove tiers that cannot use it."""
-        assert self._vllm_config.kv_transfer_config is not None
-        engine_id = str(self._vllm_config.kv_transfer_config.engine_id)
+        assert self.engine_config.kv_transfer_config is not None
+        engine_id = str(self.engine_config.kv_transfer_config.engine_id)
         workers = {rank: said for rank, said in sorted(metadata.items()) if isinstance(said, WorkerMemory)}
         if why := why_uneven([worker.block_bytes for worker in workers.values()]):
             logger.warning("RC-TIERS-OFF: RAGCache keeps nothing below the GPU: %s", why)
@@ -184,7 +184,7 @@ class RAGCacheConnector(DocumentAware, ForwardingConnector):
         self._leave_stores()
         self.controller.forgetting.store_at_most = None
         self._prefetcher = self._host = self._layer_loads = self.tiers = self.copies = None
-        self.below = MinimalConnector(self._vllm_config, self.role, self._kv_config)
+        self.below = MinimalConnector(self.engine_config, self.role, self._kv_config)
 
     def _disable_lower_tiers(self) -> None:
         """Continue without tiers that read the workers' host memory in this process: disk, shared store, journal."""

@@ -121,6 +121,7 @@ class CopiedRequest:
         groups: of the engine.
         places_keys: whether the context has the place of each key, by which lower tiers ask what a load saves.
         num_stored: for each group the blocks that need no store any more.
+        retry_tokens: while fewer tokens are computed, nothing is stored, as host memory had no room.
         num_local_tokens: tokens that the GPU had at the last look-up.
         most_loaded, most_stored: tokens that may be loaded and stored; None: all.
         jobs: numbers of its copies that have not ended, without layer-wise loads.
@@ -137,6 +138,7 @@ class CopiedRequest:
     groups: Sequence[KeyGroup]
     places_keys: bool = False
     num_stored: list[int] = field(init=False)
+    retry_tokens: int = 0
     num_local_tokens: int = 0
     most_loaded: int | None = None
     most_stored: int | None = None
@@ -194,6 +196,15 @@ class CopiedRequest:
     def store_at_most(self, num_tokens: int) -> None:
         """Limit stores to the first ``num_tokens``."""
         self.most_stored = num_tokens if self.most_stored is None else min(self.most_stored, num_tokens)
+
+    def wait_for_room(self, num_tokens: int) -> None:
+        """Store again when twice as many tokens are left to store, so that all attempts are O(tokens) together."""
+        firsts = [
+            num_stored * group.tokens_per_block
+            for group, num_stored in zip(self.groups, self.num_stored, strict=True)
+            if not group.is_handed_over
+        ]
+        self.retry_tokens = 2 * num_tokens - min(firsts, default=0)
 
     def forget_keys(self, num_tokens: int) -> None:
         """Drop the keys after the first ``num_tokens``, where the request gets others."""

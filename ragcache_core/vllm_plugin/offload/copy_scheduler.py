@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ragcache_core.log import logger_of
 from ragcache_core.vllm_plugin.compat import (
     CacheHitSource,
     CPULoadStoreSpec,
@@ -53,6 +54,8 @@ if TYPE_CHECKING:
 
     from ragcache_core.vllm_plugin.compat import OffloadingConnectorStats, TieringOffloadingSpec
     from ragcache_core.vllm_plugin.lower.manager import TierManager
+
+logger = logger_of(__name__)
 
 
 class CopyScheduler:
@@ -266,6 +269,7 @@ class CopyScheduler:
         self._manager.reset_cache()
         for name, copied in self._requests.items():
             copied.num_stored = [0] * len(self._groups)
+            copied.retry_tokens = 0
             copied.jobs.clear()
             if copied.has_blocks:
                 self._storing[name] = copied
@@ -400,6 +404,7 @@ class CopyScheduler:
                 num_tokens = request.num_computed_tokens
             else:  # the KV of the last token was not computed, or is that of a rejected one
                 num_tokens = max(request.num_prompt_tokens, request.num_tokens - 1)
+            copied.retry_tokens = 0
             number = self._store(copied, num_tokens, copied.last_blocks, stores)
             if number is not None and not written.isdisjoint(stores[number].src_spec.block_ids.tolist()):
                 self._to_flush.add(number)
@@ -418,6 +423,8 @@ class CopyScheduler:
     ) -> int | None:
         """Store the full blocks of a request with ``num_tokens`` computed tokens; return the number of the job."""
         num_tokens = copied.num_storable_tokens(num_tokens)
+        if num_tokens < copied.retry_tokens:
+            return None
         ranges: list[range] = []
         offered: list[OffloadKey] = []
         for number, group in enumerate(self._groups):
@@ -432,6 +439,12 @@ class CopyScheduler:
         output = self._manager.prepare_store(offered, copied.context) if offered else None
         if output is None and offered:
             self._stats.on_no_room()
+            copied.wait_for_room(num_tokens)
+            logger.warning(
+                "RC-HOST-HELD: RAGCache's host tier has no room for %d blocks of a request, as copies or requests hold "
+                "what it has. The request goes on",
+                len(offered),
+            )
             return None
         copied.num_stored = [max(done, places.stop) for done, places in zip(copied.num_stored, ranges, strict=True)]
         if output is None or not output.keys_to_store:

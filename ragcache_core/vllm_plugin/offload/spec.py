@@ -139,7 +139,7 @@ class RAGCacheSpec(TieringOffloadingSpec):
             )
         self.controller: CacheController | None = None
         self._tiers: TierManager | None = None
-        self._worker: OffloadingWorker | None = None
+        self._copying_worker: OffloadingWorker | None = None
         self.layer_loads: LayerLoadWorker | None = None
         context = current_context()
         self.loads_by_layer = can_load_by_layer(context.settings, self, context.vllm_config, context.kv_cache_config)
@@ -271,10 +271,10 @@ class RAGCacheSpec(TieringOffloadingSpec):
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
         if current_platform.is_cuda_alike() or current_platform.is_xpu():
             return super().get_worker(kv_caches)
-        if self._worker is None:
-            self._worker = worker = copying_worker(self, kv_caches)
+        if self._copying_worker is None:
+            self._copying_worker = worker = copying_worker(self, kv_caches)
             self.layer_loads = self._layer_loads(PlainCopies(worker), kv_caches)
-        return self._worker
+        return self._copying_worker
 
     def _layer_loads(self, copies: LayerCopies, kv_caches: CanonicalKVCaches) -> LayerLoadWorker | None:
         if not self.loads_by_layer:

@@ -18,11 +18,11 @@ class VLLMSpec(TieringOffloadingSpec):
 
     def __init__(self, config: OffloadingConfig) -> None:
         super().__init__(config)
-        self._worker: OffloadingWorker | None = None
+        self._copying_worker: OffloadingWorker | None = None
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
         if current_platform.is_cuda_alike() or current_platform.is_xpu():
             return super().get_worker(kv_caches)
-        if self._worker is None:
-            self._worker = copying_worker(self, kv_caches)
-        return self._worker
+        if self._copying_worker is None:
+            self._copying_worker = copying_worker(self, kv_caches)
+        return self._copying_worker

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from ragcache_core.queueing import CacheAwareQueue
@@ -39,10 +39,10 @@ class CacheAwareRequestQueue(RequestQueue):
         return len(self.real)
 
     @property
-    def num_speculative(self) -> int:
-        """Number of waiting speculative requests."""
+    def speculative(self) -> Sequence[Request]:
+        """The waiting speculative requests, in the order of their admission."""
         self._sort_in()
-        return len(self._speculative)
+        return self._speculative
 
     def allow_speculative(self, num_requests: int) -> None:
         """Set how many speculative requests may be admitted in the rest of this step."""

@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import AbstractContextManager
 from copy import deepcopy
-from itertools import islice
 from multiprocessing import parent_process
 from typing import TYPE_CHECKING, Any, cast
 
@@ -111,6 +110,8 @@ class _TreeScheduling:
         _, self._num_front_ends = front_end_of(vllm_config)
         self._queue: CacheAwareRequestQueue | None = None
         self._step_began_s = 0.0
+        num_units = kv_cache_config.num_blocks // controller.groups.blocks_per_unit
+        self._max_speculative_tokens: int = min(self.max_num_scheduled_tokens, num_units * controller.tokens_per_block)
         self._has_other_weights = False
         self._outdated_loads: list[Request] = []
         self._prefetching: Steps | None = None
@@ -435,16 +436,16 @@ class _TreeScheduling:
         if self._queue is None:
             return False
         audit = None if self._audits is None else self._audits.running
-        here = self.running
+        running = self.running
         if audit is not None:
-            here = [request for request in here if request is not audit]
-        running = here
+            running = [request for request in running if request is not audit]
+        speculative: list[Request] = []
         if self._controller.speculations:
+            speculative = [request for request in running if self._is_speculative(request)]
             running = [request for request in running if not self._is_speculative(request)]
         if self._is_engine_wanted(self._queue, running):
             return False
-        num_speculative = len(here) - len(running) + self._queue.num_speculative + len(self._loading())
-        return num_speculative < self._controller.settings.max_prefill_bs
+        return self._has_place([*speculative, *self._loading(), *self._queue.speculative])
 
     def _preempt_request(self, request: Request, timestamp: float, *args: Any, **kwargs: Any) -> None:
         self._controller.insert_answer(request.request_id)
@@ -468,12 +469,28 @@ class _TreeScheduling:
                 self._set_back(request)
             return None
         self.running = real + speculative  # when memory runs out, the last is preempted
-        num_allowed = max(self._controller.settings.max_prefill_bs - len(speculative) - len(loading), 0)
-        queue.allow_speculative(num_allowed)
-        if not self._may_cut_prefills((*speculative, *loading, *islice(queue, num_allowed))):
+        present = [*speculative, *loading]
+        num_before = len(present)
+        for request in queue.speculative:
+            if not self._has_place(present):
+                break
+            present.append(request)
+        queue.allow_speculative(len(present) - num_before)
+        if not self._may_cut_prefills(present):
             return None
         num_answering = sum(r.num_tokens_with_spec + r.num_output_placeholders - r.num_computed_tokens for r in real)
         return int(num_answering) + (_TOKENS_BESIDE_ANSWERS if real else _TOKENS_ALONE)
+
+    def _has_place(self, present: Collection[Request]) -> bool:
+        """Return whether another speculative request may run beside those that are ``present``.
+
+        The paper limits them to the tokens that fit into GPU memory or that occupy the GPU, whichever are fewer
+        (RAGCache §5.3). A step of vLLM has at most those that occupy it.
+        """
+        if (max_requests := self._controller.settings.max_prefill_bs) is not None:
+            return len(present) < max_requests
+        num_tokens: int = sum(request.num_prompt_tokens for request in present)
+        return num_tokens < self._max_speculative_tokens
 
     def _loading(self) -> list[Request]:
         """Return the speculative requests with blocks in loading."""

@@ -2,18 +2,50 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from ragcache_core.config import ChunkReuseRequest
 from ragcache_core.runtime.tenant_entries import TenantEntries
 from ragcache_core.stats import ENGINE_SERIES, merged_report
-from ragcache_core.vllm_plugin.server.notifier import Notifier
 from ragcache_core.vllm_plugin.server.several_engines import response_id_of
 from ragcache_core.vllm_plugin.settings import PluginSettings
+
+_Found = TypeVar("_Found")
+
+
+class Notifier:
+    """Wakes waiting coroutines, which then check their condition. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[asyncio.Event, asyncio.AbstractEventLoop] = {}
+
+    def notify(self) -> None:
+        """Wake all waiting coroutines."""
+        for event, loop in list(self._waiting.items()):
+            with suppress(RuntimeError):  # the loop was closed, with its coroutines
+                loop.call_soon_threadsafe(event.set)
+
+    async def wait_for(self, find: Callable[[], _Found | None], timeout_s: float) -> _Found | None:
+        """Return the first result of ``find`` that is not ``None``; ``None`` after ``timeout_s`` seconds."""
+        event = asyncio.Event()
+        self._waiting[event] = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(timeout_s):
+                while (found := find()) is None:
+                    await event.wait()
+                    event.clear()
+                return found
+        except TimeoutError:
+            return None
+        finally:
+            del self._waiting[event]
+
 
 _MAX_REQUESTS = 10_000
 _MAX_TENANT_REQUESTS = 1024
@@ -62,17 +94,18 @@ class Received:
         settings: PluginSettings,
         observe: Callable[[dict[str, Any], int], None] | None = None,
         engines: Sequence[int] = (0,),
+        max_num_seqs: int = 1,
     ) -> None:
         """Set empty reports until the ``engines`` are asked for one, shortly before the server is ready.
 
         ``observe`` receives reports outside of steps, and calls :meth:`add`. One of several servers may have only later
-        engines.
+        engines. ``max_num_seqs`` is reported where the engine's size limits speculative requests.
         """
         self._indices = sorted(engines)
         if observe is not None:
             self._observe = observe
         zeros = dict.fromkeys(ENGINE_SERIES, 0)
-        self._max_prefill_bs = settings.max_prefill_bs
+        self._max_prefill_bs = max_num_seqs if settings.max_prefill_bs is None else settings.max_prefill_bs
         self._settings = settings
         self._before_the_first = {
             **zeros,

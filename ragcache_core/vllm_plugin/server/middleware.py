@@ -1,4 +1,4 @@
-"""Checks before the server's routes: API key, body size, and shutdown.
+"""Checks before the server's routes: API key, body size, and shutdown; a time limit for request heads.
 
 vLLM requires its key under ``/v1`` and a few other prefixes, but not on the routes of hosting platforms, or to
 tokenise, pause or scale. Here every path needs the key except :data:`OPEN_PATHS`.
@@ -16,9 +16,9 @@ from fastapi import HTTPException
 from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 from starlette.websockets import WebSocketClose
+from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from ragcache_core.runtime.api_keys import shown_digest
-from ragcache_core.runtime.connections import HeadTimeoutProtocol
 from ragcache_core.vllm_plugin.server.page.files import FILES, PAGE
 from ragcache_core.wire import HUNG
 
@@ -26,6 +26,49 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
     from ragcache_core.vllm_plugin.server.accepted_keys import AcceptedKeys
+
+
+HEAD_S = 10.0
+"""Seconds that the head of a request may take; a connection is closed after one to three times as long."""
+
+
+class HeadTimeoutProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]  # one of two classes
+    """uvicorn's HTTP protocol, which also closes connections that send no request, or only part of a request head.
+
+    Without a limit such connections hold file descriptors until the server has none left. uvicorn itself closes
+    connections that are idle between two requests.
+    """
+
+    _last: Any = None
+    _check: asyncio.TimerHandle | None = None
+    _has_waited = False
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        self._check = self.loop.call_later(HEAD_S, self._close_if_late)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._stop()
+
+    def handle_websocket_upgrade(self, *event: Any) -> None:
+        self._stop()  # from here on the connection is another protocol's
+        super().handle_websocket_upgrade(*event)
+
+    def _stop(self) -> None:
+        if self._check is not None:
+            self._check.cancel()
+
+    def _close_if_late(self) -> None:
+        cycle = self.cycle
+        is_answering = cycle is not None and not cycle.response_complete
+        is_waiting = not is_answering and self.timeout_keep_alive_task is None and cycle is self._last
+        if is_waiting and (self._has_waited or cycle is None):
+            self.transport.close()
+            return
+        self._last, self._has_waited = cycle, is_waiting
+        self._check = self.loop.call_later(HEAD_S, self._close_if_late)
+
 
 OPEN_PATHS = frozenset(
     {

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import ssl
-from collections.abc import Callable, Iterator
-from functools import cache
+from collections.abc import Iterator
 
 import pytest
 from llama_index.core.instrumentation import get_dispatcher
 
 from ragcache_core.client import Engine
-from ragcache_core.client.prompts.retrieved_documents import RETRIEVED
 from tests.contracts.rag.frameworks import ANSWERS, ASKS, DEMO_MODEL, FRAMEWORKS, STREAMED, Framework, LlamaIndex
-from tests.support.scripted_server import IDLE, THREE_TIERS, ScriptedServer, Seen
-
-# Clients of scripted servers check no certificate, and reading the authorities' for each takes longer than most tests.
-ssl.create_default_context = cache(ssl.create_default_context)
+from tests.support.scripted_fixtures import engine, generations, idle, warmed  # noqa: F401 (fixtures)
+from tests.support.scripted_server import THREE_TIERS, ScriptedServer
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -33,42 +28,16 @@ _FEW = [("langchain", "invoke"), ("langchain", "astream"), ("llamaindex", "query
 
 @pytest.fixture
 def server() -> Iterator[ScriptedServer]:
-    """A server of RAGCache that takes no speculations; with ``idle`` it does."""
+    """A server without a key, so that models that take an address need none."""
     with ScriptedServer(root=str(DEMO_MODEL), cache=THREE_TIERS) as server:
         yield server
 
 
 @pytest.fixture
-def engine(server: ScriptedServer) -> Iterator[Engine]:
-    with Engine.connect(server.url) as engine:
-        yield engine
-
-
-@pytest.fixture
-def framework(request: pytest.FixtureRequest, engine: Engine) -> Iterator[Framework]:
-    RETRIEVED.clear()
+def framework(request: pytest.FixtureRequest, engine: Engine) -> Iterator[Framework]:  # noqa: F811 (the fixture)
     made = FRAMEWORKS[request.param](engine)
     if isinstance(made, LlamaIndex):
         get_dispatcher().add_event_handler(made.log)
     yield made
     if isinstance(made, LlamaIndex):
         get_dispatcher().event_handlers.remove(made.log)
-    RETRIEVED.clear()
-
-
-@pytest.fixture
-def idle(server: ScriptedServer) -> None:
-    """The server is RAGCache's, and has nothing to do: it takes speculations."""
-    server.load = IDLE
-
-
-@pytest.fixture
-def generations(server: ScriptedServer) -> Callable[[], list[Seen]]:
-    """The requests for an answer that the server has seen."""
-    return lambda: [r for r in server.requests if r.path == "/v1/chat/completions"]
-
-
-@pytest.fixture
-def warmed(server: ScriptedServer) -> Callable[[], list[Seen]]:
-    """The prefills that the server was asked for."""
-    return lambda: [r for r in server.requests if r.path == "/v1/completions"]

@@ -35,7 +35,7 @@ from llama_index.core.schema import NodeWithScore, QueryBundle, TextNode
 from llama_index.core.tools import FunctionTool, QueryEngineTool
 from llama_index.core.vector_stores.types import VectorStoreQuery
 from llama_index.core.workflow import StartEvent, StopEvent, Workflow, step
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import ConfigDict, Field
 
 from ragcache_core.client import Engine
 from ragcache_core.client.prompts.bound_prompt import BoundPrompt
@@ -340,10 +340,6 @@ class LangChain(_Framework):
             yield
         self.recorder = None
 
-    async def structured(self, model: Any, schema: type[BaseModel], question: str) -> Any:
-        """Return an answer as an instance of ``schema``."""
-        return await model.with_structured_output(schema).ainvoke(question)
-
     def chain(self, retriever: Any, model: Any, prompt: Any = None) -> Callable[[str], Answer]:
         """Return the framework's own chain, or query engine, over a retriever and a model."""
         context = retriever | langchain.format_documents
@@ -630,9 +626,6 @@ class LlamaIndex(_Framework):
         finally:
             get_dispatcher().event_handlers.remove(handler)
             handler.close()
-
-    async def structured(self, model: Any, schema: type[BaseModel], question: str) -> Any:
-        return await model.astructured_predict(schema, PromptTemplate("{question}"), question=question)
 
     def chain(self, retriever: Any, model: Any, prompt: Any = None) -> Callable[[str], Answer]:
         engine = RetrieverQueryEngine.from_args(retriever, llm=model, text_qa_template=prompt)

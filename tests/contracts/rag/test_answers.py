@@ -11,15 +11,8 @@ import pytest
 from ragcache_core.retrieval import DocumentStore
 from ragcache_core.types import Document
 from tests.contracts.rag.frameworks import Framework
+from tests.support.moons import NEAR, QUESTION, TEXTS
 from tests.support.scripted_server import Reply, ScriptedServer
-
-TEXTS = {
-    "ganymede": "Ganymede is the largest moon of Jupiter, larger than the planet Mercury.",
-    "titan": "Titan is a moon of Saturn with seas of methane and a thick orange sky.",
-    "ceres": "Ceres is the largest body between Mars and Jupiter, found by Giuseppe Piazzi.",
-}
-QUESTION = "Which moon has seas of methane?"
-NEAR = "Which moon has the seas of methane?"
 
 
 @pytest.fixture

@@ -136,9 +136,6 @@ async def test_tools_are_called_and_counted(framework: Framework) -> None:
         assert stats["ttft_s"] is not None
 
 
-# What is sent
-
-
 # Settings
 
 

@@ -41,7 +41,7 @@ class Start:
         ]
         cost = PrefillCostModel.default()
         ranks = ChunkEviction(KnowledgeTree(make_policy("lru", cost)), cost)
-        library = ChunkManager(ranks, num_pages=NUM_PAGES, tokens_per_page=T)
+        library = ChunkManager(ranks, num_pages=NUM_PAGES, tokens_per_page=T, max_variants=5)
         self._opened += [library, *workers]
         given = {"disk_bytes": 1 << 20, "directory": self.directory, "chunk_reuse": ChunkReuse(share=1.0)}
         config: Any = SimpleNamespace(

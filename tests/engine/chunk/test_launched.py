@@ -25,7 +25,7 @@ from tests.support.waiting import until
 
 _LAYOUT = PromptLayout()
 _WORDS = ("Zorval", "Tenrik", "was", "a", "company", "founded", "by", "Anna", "Boris", "in", "1823", "makes", "clocks")
-_DOCUMENTS = {name: Document(name, " ".join(Random(name).choices(_WORDS, k=60))) for name in "abcdefghpqrstuvwxyz"}
+_DOCUMENTS = {name: Document(name, " ".join(Random(name).choices(_WORDS, k=60))) for name in "abcdefghklmnopqrstuvwxyz"}
 _QUESTION = "Who founded Zorval?"
 _THIRD: dict[str, Any] = {"selection": "cache_craft", "alpha": 1e9, "max_recompute": 0.3}
 _NOTHING: dict[str, Any] = {"selection": "cache_craft", "alpha": 0.0}
@@ -40,7 +40,7 @@ def _launch(directory: Path) -> Iterator[Engine]:
         host_bytes="32MiB",
         disk_bytes="64MiB",
         directory=directory,
-        chunk_reuse=ChunkReuse(share=1.0, is_default=False),
+        chunk_reuse=ChunkReuse(share=1.0, is_default=False, max_variants=3),
     )
     settings = {**ENGINE_ARGS, "cache": cache}
     with measured(DEMO_MODEL, directory.with_name("measured"), [AlphaPoint(1.7, 0.98, 0.3)]):
@@ -172,6 +172,12 @@ def test_single_documents_that_were_warmed_by_forecast_are_reused_behind_others(
     _, stats = _ask(launched, "zyx", _THIRD)
     assert stats.chunk_reuse is not None
     assert stats.chunk_reuse.num_chunks >= 2, "the first is cached as it stands"
+
+
+def test_of_a_document_no_more_versions_are_kept_than_set(launched: Engine) -> None:
+    for names in ("kl", "ml", "nl", "ol"):
+        _ask(launched, names, "store")
+    assert launched.forget(["l"]).num_variants == 3
 
 
 def _chunks(engine: Engine) -> Any:

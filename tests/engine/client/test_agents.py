@@ -9,7 +9,6 @@ import pytest
 
 from ragcache_core import Document
 from ragcache_core.client import Engine
-from ragcache_core.client.prompts.retrieved_documents import RETRIEVED
 
 FOUND = [
     Document("mirnal", "Mirnal is a town in the north. Mirnal was founded by Anna Zor, who made clocks. " * 3),
@@ -53,12 +52,6 @@ CHATS: dict[str, tuple[list[dict[str, Any]], dict[str, Any]]] = {
     "several texts": ([{"role": "user", "content": texts(FOUND[0].text, FOUND[1].text, "Who?")}], {}),
     "own template": ([{"role": "user", "content": SHOWN}], {"add_generation_prompt": False}),
 }
-
-
-@pytest.fixture(autouse=True)
-def nothing_retrieved() -> None:
-    """Documents that other tests have retrieved are none here."""
-    RETRIEVED.clear()
 
 
 @pytest.mark.parametrize("kind", CHATS)

@@ -14,11 +14,7 @@ import pytest
 
 from ragcache_core import Document, PromptLayout
 from ragcache_core.client import Engine
-from ragcache_core.errors import (
-    EngineAuthError,
-    PromptError,
-    PromptTooLongError,
-)
+from ragcache_core.errors import EngineAuthError, PromptError, PromptTooLongError
 
 LAYOUT = PromptLayout()
 LONG: dict[str, Any] = {"max_tokens": 1500, "n": 4, "temperature": 1.0, "extra_body": {"ignore_eos": True}}

@@ -12,7 +12,6 @@ from langchain_core.runnables import RunnablePassthrough
 from ragcache_core import Document, DocumentStore
 from ragcache_core.answers import AnswerCache
 from ragcache_core.client import Engine
-from ragcache_core.client.prompts.retrieved_documents import RETRIEVED
 from ragcache_integrations import langchain, llamaindex
 
 QUESTION = "Where does the lighthouse keeper of Zor live?"
@@ -23,12 +22,10 @@ MEL = Document("kept-mel", "Mel is a village of fishers without any lighthouse, 
 
 @pytest.fixture
 def store(engine: Engine, tmp_path: Path) -> Iterator[DocumentStore]:
-    RETRIEVED.clear()
     with DocumentStore.create(tmp_path / "store") as store:
         store.add([ZOR, MEL])
         store.bind(engine)
         yield store
-    RETRIEVED.clear()
 
 
 class LangChain:

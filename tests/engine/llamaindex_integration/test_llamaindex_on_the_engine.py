@@ -20,18 +20,11 @@ from llama_index_instrumentation import get_dispatcher
 from pydantic import BaseModel
 
 from ragcache_core.client import Engine
-from ragcache_core.errors import (
-    EngineError,
-)
+from ragcache_core.errors import EngineError
 from ragcache_core.retrieval import DocumentStore
 from ragcache_core.stats import RequestStats, request_stats_from_dict
 from ragcache_core.types import Document
-from ragcache_integrations.llamaindex import (
-    CacheStatsEventHandler,
-    RAGCacheLLM,
-    RAGCacheQueryEngine,
-    RAGCacheRetriever,
-)
+from ragcache_integrations.llamaindex import CacheStatsEventHandler, RAGCacheLLM, RAGCacheQueryEngine, RAGCacheRetriever
 from tests.conftest import ROOT
 
 pytestmark = pytest.mark.filterwarnings("ignore::pydantic.warnings.PydanticDeprecationWarning")  # workflows' own

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from hashlib import sha256 as digest
 from itertools import count
@@ -49,7 +49,7 @@ from tests.conftest import DEMO_MODEL
 BLOCK = 16
 _MODULE = "tests.engine.vllm_plugin.scheduler_scene"
 init_none_hash(sha256)
-_block_hasher = get_request_block_hasher(BLOCK, sha256)
+block_hasher = get_request_block_hasher(BLOCK, sha256)
 
 
 _BYTES: dict[str, Any] = {"block_size": BLOCK, "num_kv_heads": 1, "head_size": 1, "dtype": torch.float32}
@@ -120,15 +120,7 @@ class Stage:
         )
         cache.num_gpu_blocks = self.num_blocks
         kind = AsyncTreeScheduler if self.is_async else SyncTreeScheduler
-        with set_current_vllm_config(config):
-            self.scheduler: Scheduler = kind(
-                vllm_config=config,
-                kv_cache_config=KVCacheConfig(self.num_blocks, [], groups),
-                structured_output_manager=StructuredOutputManager(config),
-                block_size=BLOCK,
-                hash_block_size=BLOCK,
-                log_stats=True,
-            )
+        self.scheduler: Scheduler = scheduler_of(kind, config, KVCacheConfig(self.num_blocks, [], groups))
         self.scheduler._speculates_beside_answers = self.is_gpu
         self.controller: CacheController = self.scheduler._controller
         self.numbers = count()
@@ -183,7 +175,7 @@ class Stage:
             mm_features=images,
             lora_request=adapter,
             cache_salt=salt,
-            block_hasher=_block_hasher,
+            block_hasher=block_hasher,
         )
         self.stored[request.request_id] = self._weights_of(request)
         self.requests[request.request_id] = request
@@ -331,6 +323,19 @@ class Stage:
         for outputs in self.scheduler.update_from_output(output, ran).values():
             for answer in outputs.outputs:
                 self.answers[answer.request_id] += answer.new_token_ids
+
+
+def scheduler_of(kind: Callable[..., Any], config: VllmConfig, kv_config: KVCacheConfig) -> Any:
+    """Return a scheduler as vLLM's engine makes it."""
+    with set_current_vllm_config(config):
+        return kind(
+            vllm_config=config,
+            kv_cache_config=kv_config,
+            structured_output_manager=StructuredOutputManager(config),
+            block_size=BLOCK,
+            hash_block_size=BLOCK,
+            log_stats=True,
+        )
 
 
 def _chain(before: bytes, token: int) -> bytes:

@@ -23,7 +23,6 @@ from vllm.config import (
     SchedulerConfig,
     VllmConfig,
 )
-from vllm.config.vllm import set_current_vllm_config
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import (
     MultiKVConnectorMetadata,
     MultiKVConnectorWorkerMetadata,
@@ -46,7 +45,6 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.kv_offload.base import get_offload_block_hash
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
-from vllm.v1.structured_output import StructuredOutputManager
 
 from ragcache_core.client.launch import arguments
 from ragcache_core.config import CacheConfig as Tiers
@@ -56,6 +54,7 @@ from ragcache_core.vllm_plugin.offload.layer_loads import LayerLoad, LayerLoadMe
 from ragcache_core.vllm_plugin.other_connectors import ragcache_connector
 from ragcache_core.vllm_plugin.scheduler.scheduler import AsyncTreeScheduler, SyncTreeScheduler
 from tests.conftest import DEMO_MODEL
+from tests.engine.vllm_plugin.scheduler_scene import scheduler_of
 
 BLOCK = 16
 BLOCK_BYTES = 2 * BLOCK * 8 * 4
@@ -105,16 +104,7 @@ def host_scheduler(
     )
     config.scheduler_config.async_scheduling = is_async
     try:
-        with set_current_vllm_config(config):
-            kind = AsyncTreeScheduler if is_async else SyncTreeScheduler
-            scheduler = kind(
-                vllm_config=config,
-                kv_cache_config=kv_config,
-                structured_output_manager=StructuredOutputManager(config),
-                block_size=BLOCK,
-                hash_block_size=BLOCK,
-                log_stats=True,
-            )
+        scheduler = scheduler_of(AsyncTreeScheduler if is_async else SyncTreeScheduler, config, kv_config)
         yield scheduler
         scheduler.shutdown()
     finally:

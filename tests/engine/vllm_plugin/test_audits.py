@@ -11,7 +11,7 @@ from vllm.v1.request import RequestStatus
 
 from ragcache_core.chunk.guard import ErrorGuard
 from ragcache_core.vllm_plugin.chunks.audits import AnswerAudits
-from tests.engine.vllm_plugin.scheduler_scene import Stage
+from tests.engine.vllm_plugin.scheduler_scene import Stage, block_hasher
 
 KINDS: dict[str, dict[str, Any]] = {
     "one step at a time": {},
@@ -26,7 +26,7 @@ class AuditedStage(Stage):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.guard = ErrorGuard(0.5, (0.0,), lambda: 0.0)
-        self.audits = AnswerAudits(self.guard)
+        self.audits = AnswerAudits(self.guard, block_hasher)
         self.scheduler.connector.audits = self.scheduler._audits = self.audits
         self.controller.forgetting.add_holder(self.audits)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import random
 import threading
 import time
@@ -234,6 +235,37 @@ def test_what_is_computed_faster_than_it_was_read_lately_is_a_miss(
         assert ask(1) == (96 if is_engine_slow else 0)
         monkeypatch.setattr(async_store, "_RATE_LASTS_S", 0.0)
         assert ask(2) == 96, "it is measured again now and then"
+
+
+def test_what_cannot_be_read_is_computed_and_many_failed_loads_log_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plugin_log: pytest.LogCaptureFixture
+) -> None:
+    prompts = [tokens(number, 100) for number in range(6)]
+    tried: list[int] = []
+
+    def fail(_file: SlotFile, slots: list[int], targets: list[memoryview]) -> None:
+        tried.extend(slots)
+        for target in targets:
+            target[:] = b"\xff" * len(target)  # the first block stored is zeros
+        raise OSError(errno.EIO, "as the test wants it")
+
+    with host_scheduler(NUM_BLOCKS, "1MiB", **stored(tmp_path, *prompts)) as scheduler:
+        steps = Steps(scheduler, is_async=False)
+        counters = scheduler._controller.counters
+        with monkeypatch.context() as patched:
+            patched.setattr(SlotFile, "read", fail)
+            asked = [request(f"r{number}", words, 3) for number, words in enumerate(prompts[:5])]
+            for each in asked:
+                scheduler.add_request(each)
+            assert until(partial(rests, steps), 30.0)
+        assert len(tried) >= 5
+        assert counters.num_tokens_by_tier[Tier.DISK] == 0
+        assert [each.num_output_tokens for each in asked] == [3] * 5
+        lines = [line for line in plugin_log.messages if line.startswith("RC-DISK-UNREADABLE: ")]
+        assert len(lines) == 1
+        scheduler.add_request(request("later", prompts[5], 1))
+        assert until(partial(rests, steps), 30.0)
+        assert counters.num_tokens_by_tier[Tier.DISK] == 96, "the disk is asked again"
 
 
 @pytest.mark.parametrize(

@@ -358,11 +358,6 @@ def ask(engine: Engine, route: str, more: dict[str, object], headers: dict[str, 
     return httpx.post(engine.base_url.removesuffix("/v1") + route, content=body, headers=headers, timeout=60)
 
 
-def said(answer: httpx.Response) -> str:
-    message: str = answer.json()["error"]["message"]
-    return message
-
-
 def spans(num_documents: int) -> dict[str, object]:
     documents = [{"id": str(i), "start": i, "end": i + 1} for i in range(num_documents)]
     return {"kv_transfer_params": {"ragcache": {"version": 1, "documents": documents}}}

@@ -149,7 +149,7 @@ def is_closed(connection: socket.socket) -> bool:
 async def test_connections_without_a_whole_request_head_are_closed(
     app: FastAPI, monkeypatch: pytest.MonkeyPatch, sent: bytes
 ) -> None:
-    monkeypatch.setattr("ragcache_core.runtime.connections.HEAD_S", 0.2)
+    monkeypatch.setattr("ragcache_core.vllm_plugin.server.middleware.HEAD_S", 0.2)
     async with serving(app) as (_, url), httpx.AsyncClient(base_url=url, timeout=DEADLINE_S) as client:
         address = httpx.URL(url)
         half = [socket.create_connection((address.host, address.port or 0)) for _ in range(20)]
@@ -176,7 +176,7 @@ async def test_a_body_that_stops_is_answered_with_408(app: FastAPI, monkeypatch:
 async def test_a_slow_answer_and_an_idle_connection_are_left_alone(
     app: FastAPI, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ragcache_core.runtime.connections.HEAD_S", 0.1)
+    monkeypatch.setattr("ragcache_core.vllm_plugin.server.middleware.HEAD_S", 0.1)
 
     @app.get("/slow")
     async def slow() -> str:

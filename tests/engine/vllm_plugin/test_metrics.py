@@ -23,7 +23,7 @@ from ragcache_core.types import PromptSegment, SegmentKind, Tier
 from ragcache_core.vllm_plugin.cache.controller import CacheController, TierReport
 from ragcache_core.vllm_plugin.chunks.manager.manager import ChunkManager
 from ragcache_core.vllm_plugin.compat import broadcast_to_api_servers
-from ragcache_core.vllm_plugin.connector.step_stats import RAGCacheStats
+from ragcache_core.vllm_plugin.connector.gpu_connector import RAGCacheStats
 from ragcache_core.vllm_plugin.server import routes
 from ragcache_core.vllm_plugin.server.engine_view import Received
 from ragcache_core.vllm_plugin.server.metrics.prometheus import RAGCachePromMetrics
@@ -85,7 +85,9 @@ class Server:
         spec = {"spec_name": "RAGCacheSpec", "spec_module_path": "ragcache_core.vllm_plugin.offload.spec"}
         extra = {**(spec if has_tiers else {}), "ragcache": {"chunk_reuse": {}} if reuses_chunks else {}}
         config = SimpleNamespace(
-            kv_transfer_config=SimpleNamespace(kv_connector_extra_config=extra), parallel_config=front_end(index)
+            kv_transfer_config=SimpleNamespace(kv_connector_extra_config=extra),
+            parallel_config=front_end(index),
+            scheduler_config=SimpleNamespace(max_num_seqs=4),
         )
         labels: dict[int, list[object]] = {i: ["demo", str(i)] for i in range(first, first + num_engines)}
         self.metrics = RAGCachePromMetrics(config, kinds, ["model_name", "engine"], labels)

@@ -14,7 +14,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from vllm.config.vllm import set_current_vllm_config
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector, MultiKVConnectorStats
 from vllm.utils.hashing import sha256
@@ -22,7 +21,6 @@ from vllm.v1.core.kv_cache_utils import init_none_hash
 from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import RequestStatus
-from vllm.v1.structured_output import StructuredOutputManager
 
 from ragcache_core.client.launch import arguments
 from ragcache_core.config import OWN_CONNECTORS
@@ -35,6 +33,7 @@ from ragcache_core.vllm_plugin.connector.tiered_connector import RAGCacheConnect
 from ragcache_core.vllm_plugin.other_connectors import ragcache_connector
 from ragcache_core.vllm_plugin.scheduler.own import own_scheduler
 from tests.engine.vllm_plugin.other_connector import KeepingConnector
+from tests.engine.vllm_plugin.scheduler_scene import scheduler_of
 from tests.engine.vllm_plugin.storing_scene import (
     BLOCK,
     Steps,
@@ -347,15 +346,7 @@ def test_with_an_unknown_release_documents_are_read_and_nothing_is_sent(
         monkeypatch.setattr(module, "unsupported_reason", lambda: "this is vLLM 9")
     init_none_hash(sha256)
     config, kv_config = engine_config(60, "1MiB", "unknown", connectors=(OTHER,))
-    with set_current_vllm_config(config):
-        scheduler = own_scheduler(
-            vllm_config=config,
-            kv_cache_config=kv_config,
-            structured_output_manager=StructuredOutputManager(config),
-            block_size=BLOCK,
-            hash_block_size=BLOCK,
-            log_stats=True,
-        )
+    scheduler = scheduler_of(own_scheduler, config, kv_config)
     try:
         scheduler.add_request(request("r", tokens(1, 40), 1))
         assert scheduler.report()["num_requests"] == 0, "it waits"

@@ -39,6 +39,36 @@ def test_there_is_room_where_a_speculation_would_be_admitted_now(is_gpu: bool) -
     assert stage.controller.has_room()
 
 
+@pytest.mark.parametrize(
+    ("num_blocks", "max_num_batched_tokens", "most"),
+    [(400, 1024, 4), (400, 300, 1), (60, 1024, 3), (60, 2048, 3)],
+    ids=["step", "short step", "small GPU, step", "small GPU"],
+)
+def test_speculations_run_up_to_a_step_of_the_engine_and_what_its_gpu_holds(
+    num_blocks: int, max_num_batched_tokens: int, most: int
+) -> None:
+    """Each prompt has 324 tokens; a GPU of 60 blocks holds 960."""
+    stage = Stage(num_blocks=num_blocks, max_num_batched_tokens=max_num_batched_tokens)
+    for number, documents in enumerate(("AB", "CD", "EF", "GH", "IJ", "KL"), start=1):
+        assert stage.controller.has_room() == (number <= most)
+        stage.ask(documents, speculation=f"s{number}", num_answers=30)
+    for _ in range(6):
+        assert len(stage.step()) <= most
+        assert len(stage.scheduler.running) <= most
+    assert not stage.controller.has_room()
+    stage.finish_all()
+    assert stage.controller.has_room()
+
+
+def test_a_prompt_longer_than_a_step_is_speculated_on_alone() -> None:
+    stage = Stage(max_num_batched_tokens=128)
+    stage.ask("AB", speculation="s1", num_answers=3)
+    stage.ask("CD", speculation="s2", num_answers=3)
+    while stage.scheduler.has_unfinished_requests():
+        assert len(stage.step()) <= 1
+    assert [len(answer) for answer in stage.answers.values()] == [3, 3]
+
+
 @pytest.mark.parametrize("ends_by", ["answer", "abort"])
 def test_the_room_is_reported_when_it_changes_and_when_the_engine_is_idle_again(
     ends_by: str, monkeypatch: pytest.MonkeyPatch

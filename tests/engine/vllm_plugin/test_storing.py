@@ -9,12 +9,22 @@ from typing import Any
 
 import numpy as np
 import pytest
+from vllm.v1.kv_cache_interface import KVCacheSpec
 
 from ragcache_core.types import Tier
 from ragcache_core.vllm_plugin.offload.layer_load_scheduler import LayerLoads
 from ragcache_core.vllm_plugin.offload.layer_loads import LayerLoadMetadata
 from ragcache_core.vllm_plugin.other_connectors import ragcache_connector
-from tests.engine.vllm_plugin.storing_scene import Steps, host_scheduler, request, serve_at_random, tokens
+from tests.engine.vllm_plugin.storing_scene import (
+    BLOCK,
+    FULL,
+    WINDOW,
+    Steps,
+    host_scheduler,
+    request,
+    serve_at_random,
+    tokens,
+)
 
 
 @pytest.mark.parametrize("is_async", [False, True], ids=["one step in flight", "two steps in flight"])
@@ -155,6 +165,27 @@ def serve(scheduler: Any) -> Steps:
     return steps
 
 
+@pytest.mark.parametrize("groups", [(FULL,), (FULL, WINDOW)], ids=["full attention", "a window"])
+def test_host_memory_without_room_is_asked_for_few_blocks_until_the_request_ends(
+    groups: tuple[KVCacheSpec, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with host_scheduler(400, "1MiB", groups=groups, retained_share=1.0) as scheduler:
+        tiers = ragcache_connector(scheduler.connector).tiers
+        offered: list[int] = []
+        monkeypatch.setattr(tiers, "prepare_store", lambda keys, context: offered.append(len(keys)))
+        steps = Steps(scheduler, is_async=False)
+        metadata = {"ragcache": {"retain_s": 60.0}}  # so that its answer is stored, too
+        scheduler.add_request(request("long", tokens(1, 70), 900, params=metadata))
+        for _ in range(890):
+            steps.step()
+        num_blocks = 960 // BLOCK * len(groups)
+        assert num_blocks // 2 < sum(offered) <= 3 * num_blocks
+        monkeypatch.undo()
+        steps.rest()
+        host = scheduler._controller.tree.tiers[Tier.HOST]
+        assert host.num_units >= 950 // BLOCK, "the end of the request stores what had no room"
+
+
 def test_what_is_stored_is_counted_once() -> None:
     with host_scheduler(400, "1MiB") as scheduler:
         steps = serve(scheduler)
@@ -165,7 +196,7 @@ def test_what_is_stored_is_counted_once() -> None:
 
 
 def test_what_the_offloading_counts_is_not_sent_with_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ragcache_core.vllm_plugin.connector.stats_reporter._REPORT_EVERY_S", 3600.0)
+    monkeypatch.setattr("ragcache_core.vllm_plugin.connector.gpu_connector._REPORT_EVERY_S", 3600.0)
     with host_scheduler(400, "1MiB") as scheduler:
         stats, said = scheduler.connector.get_kv_connector_stats, []
 

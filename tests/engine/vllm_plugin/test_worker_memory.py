@@ -50,7 +50,7 @@ def engine_id() -> Iterator[str]:
 
 def report_memory(scheduler: Any, *block_bytes: int, elsewhere: int = 0) -> None:
     """Tell a scheduler what the workers of that many stages report, the last of them from another host."""
-    config = scheduler.connector._vllm_config
+    config = scheduler.connector.engine_config
     place = region_place(config.kv_transfer_config.engine_id)
     places = [place] * (len(block_bytes) - elsewhere) + [ELSEWHERE] * elsewhere
     said = {(i, 0): WorkerMemory(size, where) for i, (size, where) in enumerate(zip(block_bytes, places, strict=True))}

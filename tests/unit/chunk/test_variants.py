@@ -1,4 +1,4 @@
-"""The table of variants: bounded, every content once, the least reusable gone first; against a plain list of them."""
+"""The table of variants: bounded, every content once, the least reusable replaced first; against a plain list."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ class Kept:
 class TableMachine(RuleBasedStateMachine):
     """Captures, uses, pins and removals; a capture makes room first."""
 
-    @initialize(max_instances=st.integers(1, 6), max_variants=st.none() | st.integers(1, 3))
-    def start(self, max_instances: int, max_variants: int | None) -> None:
-        self.table = VariantTable(max_instances, max_variants)
-        self.max_instances, self.max_variants = max_instances, max_variants or max_instances
+    @initialize(max_variants=st.integers(1, 3))
+    def start(self, max_variants: int) -> None:
+        self.table = VariantTable(max_variants)
+        self.max_variants = max_variants
         self.kept: list[Kept] = []
         self.numbers: set[int] = set()
 
@@ -47,11 +47,10 @@ class TableMachine(RuleBasedStateMachine):
         assert self.table.captured_in(key(chunk), measured.context) is (known[0] if known else None)
         if known:
             return
-        is_crowded = len(self._of(chunk)) >= self.max_variants
-        is_full = is_crowded or len(self.kept) >= self.max_instances
+        is_full = len(self._of(chunk)) >= self.max_variants
         assert self.table.is_full(key(chunk)) == is_full
         if is_full:
-            candidates = [kept for kept in (self._of(chunk) if is_crowded else self.kept) if not kept.is_pinned]
+            candidates = [kept for kept in self._of(chunk) if not kept.is_pinned]
             lowest = min(candidates, key=lambda kept: (kept.reuse, kept.variant.number), default=None)
             victim = self.table.victim(key(chunk), self._is_evictable)
             assert victim is (lowest.variant if lowest else None)
@@ -90,19 +89,13 @@ class TableMachine(RuleBasedStateMachine):
 
     @invariant()
     def table_holds_what_the_list_holds(self) -> None:
-        assert len(self.table) == len(self.kept) <= self.max_instances
+        assert len(self.table) == len(self.kept)
         for chunk in range(4):
             assert self.table.variants(key(chunk)) == tuple(kept.variant for kept in self._of(chunk))
             assert len(self._of(chunk)) <= self.max_variants
         for kept in self.kept:
             assert kept.variant in self.table
             assert self.table.reuse(kept.variant) == pytest.approx(kept.reuse)
-
-    @invariant()
-    def the_lowest_is_the_lowest(self) -> None:
-        candidates = [kept for kept in self.kept if not kept.is_pinned]
-        lowest = min(candidates, key=lambda kept: (kept.reuse, kept.variant.number), default=None)
-        assert self.table.victim(is_evictable=self._is_evictable) is (lowest.variant if lowest else None)
 
 
 TestTable = TableMachine.TestCase
@@ -111,28 +104,20 @@ TestTable.settings = settings(deadline=None, max_examples=40, stateful_step_coun
 
 def test_the_variant_that_is_cheap_to_reuse_outlives_the_expensive_one() -> None:
     table = VariantTable(2)
-    cheap, expensive = (table.add(key(name), 10, statistics(10)) for name in (0, 1))
+    cheap, expensive = (table.add(key(0), 10, statistics(10, [(name, 5, 1.0)])) for name in (10, 11))
     table.record_use(cheap, 0.1)
     for _ in range(5):
         table.record_use(expensive, 1.0)
     assert (table.reuse(cheap), table.reuse(expensive)) == (10.0, 5.0)
-    assert table.victim(key(2)) is expensive
+    assert table.victim(key(0)) is expensive
 
 
 def test_a_restored_table_goes_on_where_the_old_one_was() -> None:
     old, new = VariantTable(3), VariantTable(3)
-    kept = [old.add(key(name), 3, statistics(3)) for name in range(3)]
+    kept = [old.add(key(0), 3, statistics(3, [(name, 5, 1.0)])) for name in (10, 11, 12)]
     old.record_use(kept[0], 0.5)
     for variant in reversed(kept):
         new.restore(variant, reuse=old.reuse(variant))
-    assert new.victim() is old.victim() is kept[1]
+    assert new.victim(key(0)) is old.victim(key(0)) is kept[1]
     new.remove(kept[1])
     assert new.add(key(1), 3, statistics(3)).number > max(variant.number for variant in kept)
-
-
-def test_uses_without_end_do_not_make_the_table_larger() -> None:
-    table = VariantTable(2)
-    variant = table.add(key(0), 3, statistics(3))
-    for _ in range(1000):
-        table.record_use(variant, 0.5)
-    assert len(table._heap) < 100

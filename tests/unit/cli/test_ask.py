@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,12 +16,6 @@ from ragcache_core.types import Document
 from tests.support.scripted_server import Reply, ScriptedServer
 
 QUESTION = "Where does Mel end?"
-
-
-@pytest.fixture
-def server(demo_model: str) -> Iterator[ScriptedServer]:
-    with ScriptedServer(api_key="secret", root=demo_model) as running:
-        yield running
 
 
 @pytest.fixture(scope="module")

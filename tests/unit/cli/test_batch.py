@@ -9,7 +9,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +29,6 @@ TEXTS = {
     "zor": "Zor is a city. It was founded by Anna.",
 }
 QUESTIONS = ["Where does Mel end?", "Who founded Zor?", "Is Mel a river?", "How deep is Tar?", "Is Zor a city?"]
-
-
-@pytest.fixture
-def server(demo_model: str) -> Iterator[ScriptedServer]:
-    with ScriptedServer(api_key="secret", root=demo_model) as running:
-        yield running
 
 
 @pytest.fixture(scope="module")

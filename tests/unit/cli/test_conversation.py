@@ -30,18 +30,6 @@ MEL, TAR, ZOR = (Document(f"{name}.md", f"{name} is a {kind}.") for name, kind i
 TIMEOUT_S = 60.0
 
 
-@pytest.fixture
-def server(demo_model: str) -> Iterator[ScriptedServer]:
-    with ScriptedServer(api_key="secret", root=demo_model) as running:
-        yield running
-
-
-@pytest.fixture
-def engine(server: ScriptedServer) -> Iterator[Engine]:
-    with Engine.connect(server.url, api_key="secret") as engine:
-        yield engine
-
-
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("ask") / "notes.store"

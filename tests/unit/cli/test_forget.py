@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +12,7 @@ from click.testing import CliRunner, Result
 from ragcache_core.cli import cli
 from ragcache_core.retrieval import DocumentStore
 from ragcache_core.stats import ForgetReceipt
-from tests.support.scripted_server import THREE_TIERS, ScriptedServer
+from tests.support.scripted_server import ScriptedServer
 
 RECEIPT = ForgetReceipt(
     forgotten=("a", "b"),
@@ -27,9 +26,9 @@ RECEIPT = ForgetReceipt(
 
 
 @pytest.fixture
-def server(demo_model: str) -> Iterator[ScriptedServer]:
-    with ScriptedServer(api_key="secret", root=demo_model, cache=THREE_TIERS, receipt=RECEIPT.to_dict()) as running:
-        yield running
+def server(server: ScriptedServer) -> ScriptedServer:
+    server.receipt = RECEIPT.to_dict()
+    return server
 
 
 def forget(server: ScriptedServer, *arguments: str, typed: str | None = None) -> Result:

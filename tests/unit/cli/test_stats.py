@@ -33,10 +33,9 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 @pytest.fixture
-def server(demo_model: str) -> Iterator[ScriptedServer]:
-    with ScriptedServer(api_key="secret", root=demo_model, cache=THREE_TIERS) as running:
-        running.counters["query"], running.counters["hit"] = 8192, 4096
-        yield running
+def server(server: ScriptedServer) -> ScriptedServer:
+    server.counters["query"], server.counters["hit"] = 8192, 4096
+    return server
 
 
 def stats(server: ScriptedServer, *options: str) -> Result:
@@ -235,7 +234,7 @@ def test_a_watch_fills_a_terminal_within_its_size_and_leaves_the_last_reading(
 def test_a_watch_on_a_terminal_waits_for_a_server_that_is_started_again(server: ScriptedServer) -> None:
     port = int(server.url.rpartition(":")[2])
     with watching(server, 30, 100) as watch:
-        read_until(watch.terminal, lambda text: HOME in text)
+        read_until(watch.terminal, lambda text: "policy mixture" in text)
         leave(server)
         said = read_until(watch.terminal, lambda text: "went away and is waited for" in text)
         said += read_until(watch.terminal, lambda text: HOME in text)

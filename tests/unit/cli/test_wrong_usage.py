@@ -50,6 +50,7 @@ WRONG_USAGE = [
 IMPOSSIBLE = [
     ("bench --compare vllm,sglang --output {new}", "ConfigError"),
     ("bench --rates 2,1 --output {new}", "ConfigError"),
+    ("compile {model} --store {store} --budget 1GiB --shared file:///kv --document-format x", "ConfigError"),
     ("index {notes} --store {new} --chunk-tokens 100", "ConfigError"),
     ("index {notes} --store {new} --max-file-seconds nan", "ConfigError"),
     ("profile {model} --max-tokens 79", "ConfigError"),
@@ -60,6 +61,7 @@ IMPOSSIBLE = [
     ("simulate {trace} --warm-up 200", "ConfigError"),
     ("simulate {notes}/none.jsonl", "TraceError"),
     ("store ls --store {new}", "StoreNotFoundError"),
+    ("warm --url http://127.0.0.1:1 --store {store} --document-format x", "ConfigError"),
 ]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 from datetime import datetime
 from typing import Any
 
@@ -30,18 +29,6 @@ CHUNKS = {
     "num_mismatched_chunks": 6, "num_too_long_chunks": 7, "num_capacity_misses": 8, "num_dropped_chunks": 9,
     "num_corrupt_chunks": 10, "num_lost_chunks": 11, "num_refused_requests": 12,
 }  # fmt: skip
-
-
-@pytest.fixture
-def server(demo_model: str) -> Iterator[ScriptedServer]:
-    with ScriptedServer(api_key="secret", root=demo_model, cache=THREE_TIERS) as running:
-        yield running
-
-
-@pytest.fixture
-def engine(server: ScriptedServer) -> Iterator[Engine]:
-    with Engine.connect(server.url, api_key="secret") as connected:
-        yield connected
 
 
 def lines_of(reading: EngineStats) -> list[str]:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from ragcache_core.client import Engine, Generation
+from ragcache_core.client import Engine
 from ragcache_core.client.generation import Prompt
 from ragcache_core.errors import ConfigError, RequestRejectedError
 from ragcache_core.prompt import PromptLayout
@@ -21,27 +20,11 @@ DOCUMENTS = [Document(name, f"{name} is a river. " * 9) for name in ("mel", "oru
 
 
 @pytest.fixture
-def server(demo_model: str) -> Iterator[ScriptedServer]:
-    with ScriptedServer(root=demo_model) as running:
-        yield running
-
-
-@pytest.fixture
-def engine(server: ScriptedServer) -> Iterator[Engine]:
-    with Engine.connect(server.url) as engine:
-        yield engine
-
-
-@pytest.fixture
 def prompts() -> list[Prompt]:
     """Three questions about each document, in no order."""
     made = [PromptLayout().messages([document], f"Number {i}?") for document in DOCUMENTS for i in range(3)]
     random.Random(0).shuffle(made)
     return list(made)
-
-
-def computed(answers: list[Generation]) -> int:
-    return sum(answer.stats.num_prompt_tokens - answer.stats.num_cached_tokens for answer in answers)
 
 
 async def test_answers_are_those_of_single_requests_in_the_callers_order(

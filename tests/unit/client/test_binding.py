@@ -24,17 +24,12 @@ from ragcache_core.ordering import static_prefix_digest
 from ragcache_core.prompt import ChatMessage, PromptLayout, RenderedPrompt, render_chat
 from ragcache_core.types import Document, SegmentKind
 from tests.support.local_tokenizer import LocalTokenizer
+from tests.support.prefixes import DOCUMENTS, QUESTION, check_prefix
 from tests.support.waiting import until
 
 TOKENIZER = LocalTokenizer.of_model(str(Path(__file__).parents[3] / "examples" / "demo_model"))
 MAX_MODEL_LEN = 2048
 
-DOCUMENTS = [
-    Document("sun", "The sun is a star, and every planet goes around it."),
-    Document("moon", "The moon goes around the earth once in a month."),
-    Document("mars", "Mars is red, and two small moons go around it."),
-]
-QUESTION = "What goes around the earth in a month?"
 _TEXTS = st.text(min_size=1, max_size=40).filter(lambda text: bool(text.strip()) and "Question:" not in text)
 QUESTIONS = _TEXTS | st.sampled_from(
     ["?", "...", "\n\nWho?", "  Who?", "1,234", "Answer:", "sun", "été", "月は?", "[1]", "\u200bZor"]
@@ -44,19 +39,6 @@ QUESTIONS = _TEXTS | st.sampled_from(
 
 def request(messages: Sequence[ChatMessage], documents: Sequence[Document]) -> RenderedPrompt:
     return render_chat(TOKENIZER, messages, [(d.doc_id, d.text) for d in documents])
-
-
-def check_prefix(prefix: RenderedPrompt | None, whole: RenderedPrompt, documents: Sequence[Document]) -> RenderedPrompt:
-    """A prefix is the beginning of the request, with the same documents, and lacks little more than the question."""
-    assert prefix is not None
-    num_tokens = len(prefix.token_ids)
-    assert prefix.token_ids == whole.token_ids[:num_tokens]
-    assert [s.doc_id for s in prefix.segments if s.kind is SegmentKind.DOCUMENT] == [d.doc_id for d in documents]
-    starts = [s.start for s in whole.segments if s.kind is SegmentKind.DOCUMENT]
-    assert [s.start for s in prefix.segments if s.kind is SegmentKind.DOCUMENT] == starts
-    last = [s for s in whole.segments if s.kind is SegmentKind.DOCUMENT][-1]
-    assert num_tokens >= last.end - 1
-    return prefix
 
 
 def numbered(documents: Sequence[Document]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from typing import Any
@@ -19,18 +19,6 @@ from tests.support.scripted_server import BYTES_PER_TOKEN, THREE_TIERS, Scripted
 
 MESSAGES = [{"role": "user", "content": "Which river ends in the lake of Tar, and who has ever been to its other end?"}]
 TEXT = "The river Mel is long. It ends in the lake of Tar, and no one has ever been to its other end so far."
-
-
-@pytest.fixture
-def server(demo_model: str) -> Iterator[ScriptedServer]:
-    with ScriptedServer(api_key="secret", root=demo_model, cache=THREE_TIERS) as running:
-        yield running
-
-
-@pytest.fixture
-def engine(server: ScriptedServer) -> Iterator[Engine]:
-    with Engine.connect(server.url, api_key="secret") as connected:
-        yield connected
 
 
 def generate(engine: Engine, prompt: Any) -> Generation:

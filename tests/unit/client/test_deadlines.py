@@ -34,12 +34,6 @@ def server(demo_model: str) -> Iterator[ScriptedServer]:
         yield running
 
 
-@pytest.fixture
-def engine(server: ScriptedServer) -> Iterator[Engine]:
-    with Engine.connect(server.url, api_key="secret") as connected:
-        yield connected
-
-
 def planned(engine: Engine, ttft_slo: Any, **asked: Any) -> RequestPlan:
     return engine.integration.deadlines.plan_chat(CHAT, ttft_slo=ttft_slo, documents=[SUN, MOON], **asked)
 

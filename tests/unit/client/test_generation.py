@@ -2,7 +2,6 @@
 
 import copy
 import pickle
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -10,19 +9,6 @@ import pytest
 from ragcache_core.client import Engine
 from ragcache_core.errors import ConfigError
 from tests.support.scripted_server import Reply, ScriptedServer
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[ScriptedServer]:
-    with ScriptedServer(root="examples/demo_model", rules=[lambda _: Reply("one two three")]) as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def engine(server: ScriptedServer) -> Iterator[Engine]:
-    with Engine.connect(server.url) as engine:
-        yield engine
-
 
 SEVERAL: list[dict[str, Any]] = [{"n": 2}, {"extra_body": {"n": 2}}]
 PROMPTS: list[Any] = ["Who?", [{"role": "user", "content": "Who?"}]]
@@ -38,7 +24,10 @@ async def test_several_answers_are_refused_where_one_text_is_returned(engine: En
 
 @pytest.mark.parametrize("settings", SEVERAL)
 @pytest.mark.parametrize("prompt", PROMPTS)
-async def test_a_stream_of_several_answers_holds_the_first(engine: Engine, prompt: Any, settings: Any) -> None:
+async def test_a_stream_of_several_answers_holds_the_first(
+    engine: Engine, server: ScriptedServer, prompt: Any, settings: Any
+) -> None:
+    server.rules = [lambda _: Reply("one two three")]
     assert "".join(chunk.text for chunk in engine.stream(prompt, **settings)) == "one two three"
     assert "".join([chunk.text async for chunk in engine.astream(prompt, **settings)]) == "one two three"
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,7 +15,7 @@ from ragcache_core.client import Engine
 from ragcache_core.errors import ConfigError
 from ragcache_integrations.langchain import ChatRAGCache
 from ragcache_integrations.llamaindex import RAGCacheLLM
-from tests.support.scripted_server import THREE_TIERS, ScriptedServer
+from tests.support.scripted_server import ScriptedServer
 
 SUN = Document("sun", "The sun is a star, and every planet goes around it in its own time.")
 LAYOUT = PromptLayout()
@@ -24,16 +24,9 @@ OWN_BODY = {"extra_body": {"kv_transfer_params": {"ragcache": {"version": 1, "tt
 
 
 @pytest.fixture
-def server(demo_model: str) -> Iterator[ScriptedServer]:
-    with ScriptedServer(root=demo_model, cache=THREE_TIERS) as running:
-        yield running
-
-
-@pytest.fixture
-def engine(server: ScriptedServer) -> Iterator[Engine]:
-    with Engine.connect(server.url) as connected:
-        connected.remember_documents([SUN], LAYOUT.document_text)
-        yield connected
+def engine(engine: Engine) -> Engine:
+    engine.remember_documents([SUN], LAYOUT.document_text)
+    return engine
 
 
 def ways(engine: Engine) -> dict[str, Callable[..., Any]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -17,22 +17,10 @@ from ragcache_core.errors import ConfigError
 from ragcache_core.prompt import ChatMessage, escape_documents, render_chat
 from ragcache_core.types import SegmentKind
 from tests.support.local_tokenizer import LocalTokenizer
-from tests.support.scripted_server import THREE_TIERS, ScriptedServer
+from tests.support.scripted_server import ScriptedServer
 
 SUN = Document("sun", "The sun is a star, and every planet goes around it in its own time.")
 MOON = Document("moon", "The moon goes around the earth once in a month, and it has no light.")
-
-
-@pytest.fixture
-def server(demo_model: str) -> Iterator[ScriptedServer]:
-    with ScriptedServer(api_key="secret", root=demo_model, cache=THREE_TIERS) as running:
-        yield running
-
-
-@pytest.fixture
-def engine(server: ScriptedServer) -> Iterator[Engine]:
-    with Engine.connect(server.url, api_key="secret") as connected:
-        yield connected
 
 
 def test_a_chat_counts_each_document_where_it_is_shown_and_none_that_a_question_quotes(engine: Engine) -> None:

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from ragcache_core.client.profiling import TimedAnswer
-from ragcache_core.client.profiling_steps import measure_loads, measure_steps
+from ragcache_core.client.profiling import TimedAnswer, measure_loads, measure_steps
 from ragcache_core.errors import EngineError
 
 BLOCK = 16

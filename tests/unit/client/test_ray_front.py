@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from ragcache_core import Engine, EngineDiedError, EngineError, PromptLayout, RenderedPrompt
-from ragcache_core.client.ray_serve.engine_replica import EngineReplica
+from ragcache_core.client.ray_serve.deployment import EngineReplica
 from ragcache_core.client.ray_serve.front import Front
 from ragcache_core.client.ray_serve.known_replicas import ReplicaRequest, ReplicaStates
 from ragcache_core.errors import RequestRejectedError
@@ -224,7 +224,7 @@ def test_figures_of_the_others_do_not_wait_for_a_replica_that_never_answers(
 ) -> None:
     for server in servers:
         publish(server, prompt(engine, "a"), "a")
-    monkeypatch.setattr("ragcache_core.client.ray_serve.engine_replica._FIGURES_TIMEOUT_S", 0.5)
+    monkeypatch.setattr("ragcache_core.client.ray_serve.deployment._FIGURES_TIMEOUT_S", 0.5)
     root = engine.base_url.removesuffix("/v1")
     with socket.create_server(("127.0.0.1", 0)) as silent, httpx.Client(base_url=root, headers=KEY, timeout=20) as http:
         put_at(handle, "replica-1", f"http://127.0.0.1:{silent.getsockname()[1]}")

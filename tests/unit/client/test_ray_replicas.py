@@ -15,8 +15,7 @@ import pytest
 
 from ragcache_core import CacheConfig, ConfigError, ragcache_deployment
 from ragcache_core.client.launch.settings import VLLMOffload
-from ragcache_core.client.ray_serve.deployment import build
-from ragcache_core.client.ray_serve.engine_replica import own_settings
+from ragcache_core.client.ray_serve.deployment import build, own_settings
 from ragcache_core.client.ray_serve.known_replicas import ReplicaRequest, ReplicaStates
 from ragcache_core.ordering import CachedPaths, PathChange
 from ragcache_core.routing.index import PathIndex

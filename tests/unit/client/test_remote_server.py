@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -17,14 +16,8 @@ from tests.support.scripted_server import ENGINE_DEAD, Reply, ScriptedServer, re
 from tests.support.waiting import until
 
 
-@pytest.fixture
-def server(demo_model: str) -> Iterator[ScriptedServer]:
-    with ScriptedServer(root=demo_model) as running:
-        yield running
-
-
 def connect(server: ScriptedServer, **settings: float | bool) -> Engine:
-    return Engine.connect(server.url, tokenizer=False, **settings)  # type: ignore[arg-type]
+    return Engine.connect(server.url, api_key=server.api_key, tokenizer=False, **settings)  # type: ignore[arg-type]
 
 
 def test_a_request_waits_until_its_server_is_back(server: ScriptedServer) -> None:

@@ -13,36 +13,14 @@ from hypothesis import strategies as st
 from ragcache_core.client.http.resume import ResumableStream
 from ragcache_core.errors import EngineDiedError
 from tests.support.greedy_server import PROMPT, GreedyServer
-from tests.support.resumed import rest_after
+from tests.support.resumed import events_of, request_of, rest_after, stream_of, text_of
 
 DEAD = b'data: {"error": {"message": "EngineCore encountered an issue. See stack trace", "code": 500}}\n\n'
 
 
-def stream_of(body: dict[str, Any], defaults: str | None = "{}") -> ResumableStream:
-    """The stream of a request's answer, whose first bytes have come from a server that adds ``defaults`` to it."""
-    stream = ResumableStream.of(request_of(body))
-    assert stream is not None
-    stream.set_defaults(defaults)
-    return stream
-
-
 def body_of(is_chat: bool, **more: Any) -> dict[str, Any]:
     prompt: dict[str, Any] = {"messages": [{"role": "user", "content": "?"}]} if is_chat else {"prompt": PROMPT}
-    return {"model": "m", **prompt, "stream": True, "temperature": 0.0, **more}
-
-
-def request_of(body: dict[str, Any]) -> httpx.Request:
-    kind = "chat/completions" if "messages" in body else "completions"
-    return httpx.Request("POST", f"http://host/v1/{kind}", json=body)
-
-
-def events_of(data: bytes) -> list[dict[str, Any]]:
-    return [json.loads(line[6:]) for line in data.decode().split("\n\n") if line.startswith("data: {")]
-
-
-def text_of(data: bytes) -> str:
-    choices = [choice for event in events_of(data) for choice in event["choices"]]
-    return "".join(choice.get("text") or choice.get("delta", {}).get("content") or "" for choice in choices)
+    return {"model": "m", **prompt, "stream": True, "temperature": 0.0} | more
 
 
 def read_through(
@@ -210,24 +188,17 @@ def test_a_crash_of_the_engine_cuts_a_stream_without_a_message() -> None:
     assert rest_after(stream) is not None
 
 
-def test_an_engine_that_goes_on_otherwise_is_an_error_and_no_wrong_answer() -> None:
-    stream = stream_of(body_of(False, stop=["xx"]))
+@pytest.mark.parametrize(("words", "settings"), [(("one", " TWO", " SIX"), {"stop": ["xx"]}), (("one", " two"), {})])
+def test_a_successor_that_says_something_else_or_less_is_an_error_and_no_wrong_answer(
+    words: tuple[str, ...], settings: dict[str, Any]
+) -> None:
+    stream = stream_of(body_of(False, **settings))
     data = GreedyServer(("one", " two", " six")).answer(json.loads(stream.request().content))
     stream.read(data[: data.find(b'"finish_reason": "')])
     rest = rest_after(stream)
     assert rest is not None
     with pytest.raises(EngineDiedError, match="generated another text"):
-        stream.read(GreedyServer(("one", " TWO", " SIX")).answer(json.loads(rest.content)))
-
-
-def test_a_successor_that_has_less_to_say_than_was_said_is_an_error() -> None:
-    stream = stream_of(body_of(False))
-    data = GreedyServer(("one", " two", " six")).answer(json.loads(stream.request().content))
-    stream.read(data[: data.find(b'"finish_reason": "')])
-    rest = rest_after(stream)
-    assert rest is not None
-    with pytest.raises(EngineDiedError, match="generated another text"):
-        stream.read(GreedyServer(("one", " two")).answer(json.loads(rest.content)))
+        stream.read(GreedyServer(words).answer(json.loads(rest.content)))
 
 
 @pytest.mark.parametrize(
@@ -248,8 +219,8 @@ def test_a_successor_that_has_less_to_say_than_was_said_is_an_error() -> None:
     ],
 )
 def test_what_depends_on_where_an_answer_was_cut_does_not_go_on(more: dict[str, Any]) -> None:
-    body = body_of(True, **more)
-    assert ResumableStream.of(request_of({name: value for name, value in body.items() if value is not None})) is None
+    for temperature in (0.0, 0.7):
+        assert ResumableStream.of(request_of(body_of(True, **{"temperature": temperature} | more))) is None
 
 
 @pytest.mark.parametrize("delta", [{"reasoning": "hm"}, {"tool_calls": [{"index": 0}]}])

@@ -6,7 +6,6 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import httpx
 import pytest
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
@@ -14,7 +13,7 @@ from hypothesis import strategies as st
 from ragcache_core.client.http.resume import ResumableStream
 from ragcache_core.errors import EngineDiedError
 from tests.support.greedy_server import PROMPT, GreedyServer
-from tests.support.resumed import rest_after
+from tests.support.resumed import events_of, request_of, rest_after, stream_of, text_of
 
 FIRST_ID = 100  # of an answer: the id of a token is its place
 
@@ -22,14 +21,6 @@ FIRST_ID = 100  # of an answer: the id of a token is its place
 def body_of(is_chat: bool = False, **more: Any) -> dict[str, Any]:
     prompt: dict[str, Any] = {"messages": [{"role": "user", "content": "?"}]} if is_chat else {"prompt": PROMPT}
     return {"model": "m", **prompt, "stream": True, "temperature": 0.7, **more}
-
-
-def stream_of(body: dict[str, Any]) -> ResumableStream:
-    kind = "chat/completions" if "messages" in body else "completions"
-    stream = ResumableStream.of(httpx.Request("POST", f"http://host/v1/{kind}", json=body))
-    assert stream is not None
-    stream.set_defaults("{}")
-    return stream
 
 
 def server_of(tokens: tuple[str, ...], interval: int = 1) -> GreedyServer:
@@ -40,15 +31,6 @@ def server_of(tokens: tuple[str, ...], interval: int = 1) -> GreedyServer:
 def decoder_of(tokens: Sequence[str]) -> Callable[[Sequence[int]], str]:
     """Decode as tokenizers do: the bytes of an unfinished character are a replacement character."""
     return lambda ids: "".join(tokens[i - FIRST_ID] or "\ufffd" for i in ids)
-
-
-def events_of(data: bytes) -> list[dict[str, Any]]:
-    return [json.loads(line[6:]) for line in data.decode().split("\n\n") if line.startswith("data: {")]
-
-
-def text_of(data: bytes) -> str:
-    choices = [choice for event in events_of(data) for choice in event["choices"]]
-    return "".join(choice.get("text") or choice.get("delta", {}).get("content") or "" for choice in choices)
 
 
 def until(data: bytes, share: float) -> bytes:
@@ -165,26 +147,7 @@ def test_an_engine_that_continues_with_something_else_than_text_is_an_error() ->
         stream.read(f"data: {json.dumps({'id': 'chatcmpl-1', 'created': 1, 'choices': [choice]})}\n\n".encode())
 
 
-@pytest.mark.parametrize(
-    "more",
-    [
-        {"n": 2},
-        {"logprobs": True},
-        {"presence_penalty": 0.5},
-        {"tools": [{"type": "function"}]},
-        {"response_format": {"type": "json_object"}},
-        {"structured_outputs": {"regex": "a+"}},
-        {"stream": False},
-    ],
-)
-def test_what_depends_on_where_an_answer_was_cut_does_not_continue(more: dict[str, Any]) -> None:
-    request = httpx.Request("POST", "http://host/v1/chat/completions", json=body_of(is_chat=True, **more))
-    assert ResumableStream.of(request) is None
-
-
 def test_a_caller_chooses_which_answers_continue() -> None:
-    sampled, greedy = (
-        httpx.Request("POST", "http://host/v1/completions", json=body_of(temperature=value)) for value in (None, 0)
-    )
+    sampled, greedy = (request_of(body_of(temperature=value)) for value in (None, 0))
     assert [ResumableStream.of(sampled, which) is None for which in ("all", "greedy", "off")] == [False, True, True]
     assert [ResumableStream.of(greedy, which) is None for which in ("all", "greedy", "off")] == [False, False, True]

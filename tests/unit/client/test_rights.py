@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -14,11 +13,7 @@ from hypothesis import strategies as st
 from ragcache_core import ConfigError, Document, PromptLayout
 from ragcache_core.client import Engine
 from ragcache_core.client.prompts.bound_prompt import KVScope
-from ragcache_core.client.prompts.request_plan import (
-    DocumentFacts,
-    RememberedDocuments,
-    merge_bodies,
-)
+from ragcache_core.client.prompts.request_plan import DocumentFacts, RememberedDocuments, merge_bodies
 from ragcache_core.client.prompts.retrieved_documents import RETRIEVED
 from ragcache_core.runtime.rights import joined_salt, rights_salt
 from tests.support.scripted_server import ScriptedServer
@@ -34,18 +29,6 @@ BOTH = Document("both", "Who leaves Zorval keeps quiet about it for two years an
 def nothing_retrieved(monkeypatch: pytest.MonkeyPatch) -> None:
     """What this process has retrieved before the test is not known."""
     monkeypatch.setattr(RETRIEVED, "facts", DocumentFacts())
-
-
-@pytest.fixture
-def server(demo_model: str) -> Iterator[ScriptedServer]:
-    with ScriptedServer(api_key="secret", root=demo_model) as running:
-        yield running
-
-
-@pytest.fixture
-def engine(server: ScriptedServer) -> Iterator[Engine]:
-    with Engine.connect(server.url, api_key="secret") as connected:
-        yield connected
 
 
 def asked(server: ScriptedServer) -> Any:

@@ -48,12 +48,6 @@ def server() -> Iterator[ScriptedServer]:
         yield server
 
 
-@pytest.fixture
-def engine(server: ScriptedServer) -> Iterator[Engine]:
-    with Engine.connect(server.url) as engine:
-        yield engine
-
-
 def done(speculation: Speculation) -> bool:
     return until(lambda: speculation.is_done)
 

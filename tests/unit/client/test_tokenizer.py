@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,18 +19,6 @@ from tests.support.scripted_server import THREE_TIERS, ScriptedServer
 ROOT = Path(__file__).parents[3]
 SUN = Document("sun", "The sun is a star, and every planet goes around it in its own time.")
 MESSAGES = [{"role": "user", "content": f"{SUN.text}\n\nWho goes around it?"}]
-
-
-@pytest.fixture
-def server(demo_model: str) -> Iterator[ScriptedServer]:
-    with ScriptedServer(root=demo_model, api_key="secret", cache=THREE_TIERS) as running:
-        yield running
-
-
-@pytest.fixture
-def engine(server: ScriptedServer) -> Iterator[Engine]:
-    with Engine.connect(server.url, api_key="secret") as connected:
-        yield connected
 
 
 def test_tokens_are_those_of_the_server(engine: Engine, demo_model: str) -> None:

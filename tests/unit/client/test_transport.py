@@ -286,22 +286,14 @@ def test_a_sampled_answer_continues_after_the_tokens_that_the_client_has(server:
 
 
 @both
-@pytest.mark.parametrize("which", ["greedy", "off"])
-def test_a_sampled_answer_fails_where_only_exact_ones_may_continue(
-    server: FakeServer, ask: Ask, which: ResumeStreams
+@pytest.mark.parametrize(("body", "which"), [(SAMPLED, "greedy"), (SAMPLED, "off"), (GREEDY, "off")])
+def test_an_answer_fails_where_such_answers_may_not_continue(
+    server: FakeServer, ask: Ask, body: bytes, which: ResumeStreams
 ) -> None:
     server.script = [greedy("one two three", "three"), fine]
     with pytest.raises(httpx.RemoteProtocolError):
-        ask(server, FakeWatch("restarts"), SAMPLED, RetryPolicy(resume_streams=which))
-    assert server.bodies == [SAMPLED]
-
-
-@both
-def test_without_resumption_the_error_is_raised(server: FakeServer, ask: Ask) -> None:
-    server.script = [greedy("one two three", "three"), fine]
-    with pytest.raises(httpx.RemoteProtocolError):
-        ask(server, FakeWatch("restarts"), GREEDY, RetryPolicy(resume_streams="off"))
-    assert server.bodies == [GREEDY]
+        ask(server, FakeWatch("restarts"), body, RetryPolicy(resume_streams=which))
+    assert server.bodies == [body]
 
 
 @both
@@ -436,6 +428,28 @@ def test_waiting_for_a_restart_ends_with_the_requests_own_timeout(server: FakeSe
     watch._health = Health.READY
     with pytest.raises(httpx.ReadTimeout):
         asyncio.run(ask())
+
+
+@both
+@pytest.mark.parametrize("retry_timeout_s", [None, 60.0])
+def test_the_tokens_of_a_prompt_are_waited_for_as_long_as_its_completion(
+    server: FakeServer, ask: Ask, retry_timeout_s: float | None
+) -> None:
+    """A large model takes longer to load again than its tokenizer may take to answer."""
+
+    class BackAfterTheTimeout(NeverBack):
+        def health(self) -> Health:
+            if self.suspected and time.monotonic() > self.began_s + 1.2:
+                self._health = Health.READY
+                self._alive = True
+            return super().health()
+
+    watch = BackAfterTheTimeout("is back later")
+    watch.began_s, watch.retry_timeout_s = time.monotonic(), retry_timeout_s  # type: ignore[attr-defined]
+    server.url = server.url.replace("/v1/completions", "/v1/ragcache/prompt")
+    server.script = [cut, fine]
+    assert ask(server, watch, timeout_s=1.0) == b"data: token\n\n"
+    assert len(server.bodies) == 2
 
 
 @pytest.mark.parametrize("death", [engine_dead, engine_dead_in_stream, cut])

@@ -33,9 +33,11 @@ def test_chunks_need_host_memory() -> None:
         ({"max_error": 0.6}, r"max_error is 0\.6.*less than or equal to 0\.5"),
         ({"max_error": 0.02, "quality": 0.9}, "both choose alpha, so give one"),
         ({"kind": "x" * 65}, "kind is 'xxx"),
+        ({"max_variants": 0}, "max_variants is 0.*greater than or equal to 1"),
+        ({"max_variants": 65}, "max_variants is 65.*less than or equal to 64"),
     ],
 )
-def test_a_bound_on_errors_that_cannot_be_kept_is_refused(settings: dict[str, Any], said: str) -> None:
+def test_a_setting_that_cannot_be_kept_is_refused(settings: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         ChunkReuse(**settings)
 

@@ -51,3 +51,20 @@ def test_every_test_is_run_once_and_each_part_reports_how_long_it_took(tmp_path:
     assert {"make test", "make test-slow", "make test-benchmarks"} <= set(
         (ROOT / ".ci" / "run").read_text().splitlines()
     )
+
+
+def test_gateways_are_run_pinned_and_workflows_name_targets_that_exist(tmp_path: Path) -> None:
+    lines = _lines("test-gateways", tmp_path / "venv")
+    (run,) = (line for line in lines if "-m pytest" in line)
+    named = {*re.findall(r"tests/\S+\.py", run)}
+    skipping = re.compile(r"skipif\((ROUTER|PYTHON) is None")
+    tests = (path for path in (ROOT / "tests" / "engine").rglob("test_*.py") if skipping.search(path.read_text()))
+    asking = {path.relative_to(ROOT).as_posix() for path in tests}
+    assert len(asking) == 2
+    assert asking <= named, "where no gateway is installed they are skipped"
+    pins = (ROOT / "requirements" / "gateways.txt").read_text(encoding="utf-8")
+    assert {"vllm-router", "ai-dynamo-runtime"} <= {*re.findall(r"^([\w.-]+)==", pins, re.MULTILINE)}
+    targets = {*re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)}
+    workflows = "".join(path.read_text(encoding="utf-8") for path in (ROOT / ".github" / "workflows").glob("*.yml"))
+    used = {*re.findall(r"\bmake ([a-z-]+)", workflows)}
+    assert {"test-gateways", "image-check", "release-images"} <= used <= targets

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -82,11 +84,18 @@ def _metadata(*documents: object, version: object = 1, **more: object) -> dict[s
         (_metadata({"id": "a", "start": True, "end": 2}), "integer start and end"),
         (_metadata({"id": "", "start": 0, "end": 2}), "id of 1 to"),
         (_metadata({"id": "x" * (MAX_DOC_ID_CHARS + 1), "start": 0, "end": 2}), "id of 1 to"),
+        (_metadata({"id": 7, "start": 0, "end": 2}), "id of 1 to"),
+        (_metadata({"id": "\ud800", "start": 0, "end": 2}), "id of 1 to"),
+        (_metadata({"id": "x" * (1 << 20), "start": 0, "end": 2}), "id of 1 to"),
+        (_metadata({"id": "a", "start": 0}), "integer start and end"),
+        (_metadata({"id": "a", "start": 0, "end": math.inf}), "integer start and end"),
         (_metadata("a"), "must hold an id"),
+        (_metadata(None), "must hold an id"),
         (_metadata(*[{"id": "a", "start": 0, "end": 1}] * 10_000), "at most 4096 documents, got 10000"),
         (_metadata(version=2), "version 2, this engine reads 1"),
         ({KEY: "nonsense"}, "version 'nonsense'"),
         ({KEY: {"version": 1, "documents": {"id": "a"}}}, "got dict"),
+        ({KEY: {"version": 1, "documents": None}}, "got NoneType"),
         (_metadata(speculation=""), "1 to 64 letters"),
         (_metadata(speculation="x" * 65), "1 to 64 letters"),
         (_metadata(speculation="../stats"), "1 to 64 letters"),

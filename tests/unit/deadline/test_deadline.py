@@ -7,13 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ragcache_core.chunk import AlphaPoint, chunk_spans
-from ragcache_core.deadline import (
-    MeasuredReuse,
-    PromptOption,
-    PromptOptions,
-    choose,
-    options_of,
-)
+from ragcache_core.deadline import MeasuredReuse, PromptOption, PromptOptions, choose, options_of
 from ragcache_core.ordering import CachedPaths, PathChange, chunk_change, static_prefix_digest
 from ragcache_core.stats import DeadlineReport
 from ragcache_core.types import PromptSegment, SegmentKind

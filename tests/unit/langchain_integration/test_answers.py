@@ -15,7 +15,6 @@ from langchain_core.runnables import Runnable, RunnablePassthrough
 from langchain_tests.integration_tests import AsyncCacheTestSuite, SyncCacheTestSuite
 
 from ragcache_core.client import Engine
-from ragcache_core.client.prompts.retrieved_documents import RETRIEVED
 from ragcache_integrations.langchain import (
     ChatRAGCache,
     SemanticAnswerCache,
@@ -24,23 +23,10 @@ from ragcache_integrations.langchain import (
     format_documents,
     prompt_from_layout,
 )
+from tests.support.moons import NEAR, QUESTION, TEXTS
 from tests.support.scripted_server import ScriptedServer
 
-TEXTS = {
-    "ganymede": "Ganymede is the largest moon of Jupiter, larger than the planet Mercury.",
-    "titan": "Titan is a moon of Saturn with seas of methane and a thick orange sky.",
-    "ceres": "Ceres is the largest body between Mars and Jupiter, found by Giuseppe Piazzi.",
-}
-QUESTION = "Which moon has seas of methane?"
-NEAR = "Which moon has the seas of methane?"
 EMBEDDING = TfidfSvdEmbeddings(list(TEXTS.values()), dimension=8)
-
-
-@pytest.fixture(autouse=True)
-def _nothing_retrieved() -> Iterator[None]:
-    RETRIEVED.clear()
-    yield
-    RETRIEVED.clear()
 
 
 @pytest.fixture

@@ -15,7 +15,6 @@ from langchain_openai.chat_models.base import _convert_message_to_dict
 
 from ragcache_core.client import Engine
 from ragcache_core.prompt import PromptLayout, RenderedPrompt, render_chat
-from ragcache_core.types import Document, SegmentKind
 from ragcache_integrations.langchain import (
     ChatRAGCache,
     RAGCacheRetriever,
@@ -23,15 +22,10 @@ from ragcache_integrations.langchain import (
     prompt_from_layout,
     to_langchain,
 )
+from tests.support.prefixes import DOCUMENTS, QUESTION, check_prefix
 
 STATIC = "Answer the question from the documents, and say no more than they do. Be brief, and do not guess."
-DOCUMENTS = [
-    Document("sun", "The sun is a star, and every planet goes around it."),
-    Document("moon", "The moon goes around the earth once in a month."),
-    Document("mars", "Mars is red, and two small moons go around it."),
-]
 SHOWN = [to_langchain(d) for d in DOCUMENTS]
-QUESTION = "What goes around the earth in a month?"
 WORDS = st.sampled_from(["Zor", "sun", " ", "?", "\n", "é", "月", "12", ",", "{x}", "moons", "<b>"])
 QUESTIONS = st.lists(WORDS, min_size=1, max_size=8).map("".join).filter(lambda text: bool(text.strip()))
 HISTORY = [HumanMessage("Is anybody there?"), AIMessage("Yes.")]
@@ -115,15 +109,6 @@ def sent(engine: Engine, prompt: Any, variables: dict[str, Any]) -> RenderedProm
     return render_chat(engine.tokenizer, messages, [(d.doc_id, d.text) for d in DOCUMENTS])
 
 
-def check(prefix: RenderedPrompt | None, whole: RenderedPrompt) -> None:
-    assert prefix is not None
-    assert prefix.token_ids == whole.token_ids[: len(prefix.token_ids)]
-    documents = [s for s in whole.segments if s.kind is SegmentKind.DOCUMENT]
-    shown = [(s.doc_id, s.start) for s in prefix.segments if s.kind is SegmentKind.DOCUMENT]
-    assert shown == [(s.doc_id, s.start) for s in documents]
-    assert len(prefix.token_ids) >= documents[-1].end - 1
-
-
 @pytest.mark.parametrize("name", TEMPLATES)
 @pytest.mark.parametrize("format_docs", [joined, numbered, by_id, RunnableLambda(numbered)])
 @settings(max_examples=5, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -136,7 +121,8 @@ def test_the_prefix_of_a_template_is_the_beginning_of_what_the_chain_sends(
     assert not bound.is_question_first
     context = format_docs(SHOWN) if callable(format_docs) else format_docs.invoke(SHOWN)
     whole = sent(engine, prompt, {"context": context, "question": question, **others})
-    check(bound.prefix(SHOWN, DOCUMENTS), whole)
+    shown = sorted(DOCUMENTS, key=lambda d: d.doc_id) if format_docs is by_id else DOCUMENTS
+    check_prefix(bound.prefix(SHOWN, DOCUMENTS), whole, shown)
 
 
 @pytest.mark.parametrize(
@@ -178,4 +164,4 @@ def test_a_chain_teaches_its_prompt_with_its_first_request(
     assert learned is not None
     assert not learned.is_question_first
     whole = sent(engine, prompt, {"context": format_docs(SHOWN), "question": "Which one is red?"})
-    check(learned.prefix(SHOWN, DOCUMENTS), whole)
+    check_prefix(learned.prefix(SHOWN, DOCUMENTS), whole, DOCUMENTS)

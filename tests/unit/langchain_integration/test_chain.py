@@ -84,6 +84,3 @@ def test_no_prefill_has_the_key_of_an_earlier_call(make: Any, llm: ChatRAGCache,
         search = {"context": make(Stage("moon sun"), Stage("moon sun")) | format_documents}
         (search | prompt_from_layout().partial(question=QUESTION) | asked).invoke(QUESTION)
     assert warmed() == []
-
-
-# The prompt helpers

@@ -16,9 +16,7 @@ from pydantic import BaseModel
 
 from ragcache_core import Document
 from ragcache_core.client import Engine
-from ragcache_core.errors import (
-    EngineUnreachableError,
-)
+from ragcache_core.errors import EngineUnreachableError
 from ragcache_core.stats import request_stats_from_dict
 from ragcache_integrations.langchain import ChatRAGCache
 from tests.support.scripted_server import Reply, ScriptedServer
@@ -114,7 +112,7 @@ class Founder(BaseModel):
 def model(request: pytest.FixtureRequest, engine: Engine, server: ScriptedServer) -> ChatRAGCache:
     if request.param == "engine":
         return ChatRAGCache(engine=engine)
-    joined = ChatRAGCache(base_url=server.base_url, api_key="test-key")
+    joined = ChatRAGCache(base_url=server.base_url, api_key=server.api_key)
     joined.connect()
     return joined
 

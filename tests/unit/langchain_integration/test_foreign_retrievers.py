@@ -1,6 +1,6 @@
 """Retrievers of other makes, in unchanged chains: their documents are known, or a hint says how they are."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -11,22 +11,8 @@ from langchain_core.retrievers import BaseRetriever
 from langchain_core.runnables import Runnable, RunnablePassthrough
 from langchain_core.vectorstores import InMemoryVectorStore
 
-from ragcache_core.client.prompts.retrieved_documents import RETRIEVED
 from ragcache_integrations.langchain import ChatRAGCache, TfidfSvdEmbeddings
-
-TEXTS = {
-    "ganymede": "Ganymede is the largest moon of Jupiter, larger than the planet Mercury.",
-    "titan": "Titan is a moon of Saturn with seas of methane and a thick orange sky.",
-    "ceres": "Ceres is the largest body between Mars and Jupiter, found by Giuseppe Piazzi.",
-}
-QUESTION = "Which moon has seas of methane?"
-
-
-@pytest.fixture(autouse=True)
-def _nothing_retrieved() -> Iterator[None]:
-    RETRIEVED.clear()
-    yield
-    RETRIEVED.clear()
+from tests.support.moons import QUESTION, TEXTS
 
 
 @pytest.fixture

@@ -31,7 +31,7 @@ def objects(store: DocumentStore, engine: Engine, server: ScriptedServer) -> dic
     retriever = RAGCacheRetriever(store=store, engine=engine, k=1)
     return {
         "model": llm,
-        "joined model": ChatRAGCache(base_url=server.base_url, api_key="test-key", temperature=0),
+        "joined model": ChatRAGCache(base_url=server.base_url, api_key=server.api_key, temperature=0),
         "retriever": retriever,
         "rag": SpeculativeRAG(retriever=retriever, prompt=prompt_from_layout(), llm=llm),
     }
@@ -71,7 +71,7 @@ def test_a_field_of_a_model_is_configured_per_call(
 
 def test_a_configured_address_or_engine_gets_the_request(engine: Engine, server: ScriptedServer) -> None:
     with ScriptedServer(root=server.root) as other, Engine.connect(other.url) as its_engine:
-        joined = ChatRAGCache(base_url=server.base_url, api_key="test-key")
+        joined = ChatRAGCache(base_url=server.base_url, api_key=server.api_key)
         by_address: Any = joined.configurable_fields(openai_api_base=ConfigurableField(id="a"))
         by_address.with_config(configurable={"a": other.base_url}).invoke("Who?")
         by_engine: Any = ChatRAGCache(engine=engine).configurable_fields(engine=ConfigurableField(id="e"))

@@ -14,13 +14,7 @@ from langchain_core.runnables import RunnablePassthrough
 from pydantic import ConfigDict
 
 from ragcache_core.client import Engine
-from ragcache_integrations.langchain import (
-    ChatRAGCache,
-    RAGCacheRetriever,
-    format_documents,
-    prompt_from_layout,
-)
-from tests.support.scripted_server import ScriptedServer, Seen
+from ragcache_integrations.langchain import ChatRAGCache, RAGCacheRetriever, format_documents, prompt_from_layout
 from tests.support.scripted_source import QUESTION, ScriptedSource, Stage
 from tests.support.waiting import until
 
@@ -43,12 +37,6 @@ class Reranker(BaseDocumentCompressor):
 
 def named(*doc_ids: str) -> Callable[[list[Document]], list[Document]]:
     return lambda documents: [next(d for d in documents if d.id == doc_id) for doc_id in doc_ids]
-
-
-@pytest.fixture
-def warmed(server: ScriptedServer) -> Callable[[], list[Seen]]:
-    """The prefills that the server was asked for."""
-    return lambda: [r for r in server.requests if r.path == "/v1/completions"]
 
 
 @pytest.fixture

@@ -1,7 +1,6 @@
 """An ordinary chain whose prompt is prefilled while its retriever searches."""
 
 import asyncio
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +18,8 @@ from ragcache_integrations.langchain import CacheStatsCallbackHandler, ChatRAGCa
 from tests.support.postgres import pgvector_server
 from tests.support.scripted_server import ScriptedServer
 from tests.support.scripted_source import DOCUMENTS, QUESTION, Stage
+from tests.support.waiting import until
 
-Eventually = Callable[[Callable[[], bool]], bool]
 pytestmark = pytest.mark.usefixtures("idle")
 
 STATIC = "Answer the question from the documents, and say no more than they do. Be brief, and do not guess."
@@ -50,14 +49,14 @@ def test_what_stands_before_a_question_is_prefilled_and_hides_nothing_of_the_sea
 
 
 async def test_what_a_vector_database_finds_with_little_effort_is_prefilled_before_its_last_answer(
-    tmp_path: Path, llm: ChatRAGCache, engine: Engine, warmed: Any, server: ScriptedServer, eventually: Eventually
+    tmp_path: Path, llm: ChatRAGCache, engine: Engine, warmed: Any, server: ScriptedServer
 ) -> None:
     class LateConnection(psycopg.Connection[Any]):
         """Holds the exact search back until the engine has prefilled documents."""
 
         def execute(self, query: Any, params: Any = None, **settings: Any) -> psycopg.Cursor[Any]:
             if params == ("enable_indexscan", "off"):
-                assert eventually(lambda: bool(warmed()))
+                assert until(lambda: bool(warmed()))
             return super().execute(query, params, **settings)
 
     embedder = TfidfSvdEmbedder(8).fit([document.text for document in DOCUMENTS.values()])
@@ -74,7 +73,4 @@ async def test_what_a_vector_database_finds_with_little_effort_is_prefilled_befo
         await chain_of(RAGCacheRetriever(store=source, engine=engine, k=2), llm).ainvoke(QUESTION)
     (warm,) = warmed()
     assert [document["id"] for document in warm.documents] == expected
-    assert await asyncio.to_thread(eventually, lambda: server.confirmed == [warm.speculation])
-
-
-# What goes wrong
+    assert await asyncio.to_thread(until, lambda: server.confirmed == [warm.speculation])

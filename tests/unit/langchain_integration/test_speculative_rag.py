@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from dataclasses import replace
 from itertools import count
 from typing import Any
@@ -29,14 +29,10 @@ from ragcache_integrations.langchain import (
 )
 from tests.contracts.rag.frameworks import LANGCHAIN_WAYS
 from tests.support.scripted_server import Reply, ScriptedServer
-from tests.support.scripted_source import (
-    DOCUMENTS,
-    QUESTION,
-    Stage,
-)
+from tests.support.scripted_source import DOCUMENTS, QUESTION, Stage
+from tests.support.waiting import until
 
 each_way = pytest.mark.parametrize("way", LANGCHAIN_WAYS)
-Eventually = Callable[[Callable[[], bool]], bool]
 
 
 pytestmark = pytest.mark.usefixtures("idle")
@@ -122,7 +118,6 @@ def test_new_metadata_count_where_the_prompt_shows_them(
     engine: Engine,
     shows_metadata: bool,
     server: ScriptedServer,
-    eventually: Eventually,
 ) -> None:
     class Rescored:
         async def stages(self, query: str, k: int) -> AsyncGenerator[RetrievalUpdate, None]:
@@ -141,7 +136,7 @@ def test_new_metadata_count_where_the_prompt_shows_them(
     assert ("(1)" in answer.text) == shows_metadata
     assert len(generations()) == (2 if shows_metadata else 1)
     num_confirmed = 0 if shows_metadata else 1
-    assert eventually(lambda: len(server.confirmed) == num_confirmed), "the engine is told of what was joined"
+    assert until(lambda: len(server.confirmed) == num_confirmed), "the engine is told of what was joined"
     assert report_of(answer)["is_confirmed"] == (not shows_metadata)
     if shows_metadata:
         assert report_of(answer)["overlapped_search_s"] == 0
@@ -187,7 +182,7 @@ async def test_an_equal_request_may_join_either_speculation(
 
 
 def test_an_answer_from_langchains_own_cache_leaves_no_request_behind(
-    make_rag: Any, generations: Any, server: ScriptedServer, eventually: Eventually
+    make_rag: Any, generations: Any, server: ScriptedServer
 ) -> None:
     set_llm_cache(InMemoryCache())
     try:
@@ -197,11 +192,11 @@ def test_an_answer_from_langchains_own_cache_leaves_no_request_behind(
         assert rag.invoke(QUESTION).content == first.content
     finally:
         set_llm_cache(None)
-    assert eventually(lambda: server.num_running == 0)
+    assert until(lambda: server.num_running == 0)
 
 
 async def test_a_speculation_that_the_request_does_not_match_ends_with_its_first_token(
-    make_rag: Any, generations: Any, server: ScriptedServer, eventually: Eventually
+    make_rag: Any, generations: Any, server: ScriptedServer
 ) -> None:
     server.rules = (lambda _: ENDLESS,)
     number = count()
@@ -211,9 +206,9 @@ async def test_a_speculation_that_the_request_does_not_match_ends_with_its_first
     async for chunk in chunks:
         if chunk.content:
             break
-    assert await asyncio.to_thread(eventually, lambda: server.num_running == 1)
+    assert await asyncio.to_thread(until, lambda: server.num_running == 1)
     speculation, asked = generations()
     assert server.aborted == [speculation]
     assert asked.speculation is None
     await chunks.aclose()
-    assert await asyncio.to_thread(eventually, lambda: server.num_running == 0)
+    assert await asyncio.to_thread(until, lambda: server.num_running == 0)

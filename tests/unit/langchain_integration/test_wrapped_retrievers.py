@@ -15,7 +15,6 @@ from langchain_core.runnables import RunnablePassthrough
 from langchain_core.stores import InMemoryStore
 
 from ragcache_core.client import Engine
-from ragcache_core.client.prompts.retrieved_documents import RETRIEVED
 from ragcache_integrations.langchain import (
     ChatRAGCache,
     RAGCacheRetriever,
@@ -24,26 +23,14 @@ from ragcache_integrations.langchain import (
     format_documents,
     prompt_from_layout,
 )
+from tests.support.moons import QUESTION, TEXTS
 from tests.support.scripted_server import ScriptedServer
 
 classic = pytest.importorskip("langchain_classic.retrievers", reason="LangChain's older retrievers are a package apart")
 
-TEXTS = {
-    "ganymede": "Ganymede is the largest moon of Jupiter, larger than the planet Mercury.",
-    "titan": "Titan is a moon of Saturn with seas of methane and a thick orange sky.",
-    "ceres": "Ceres is the largest body between Mars and Jupiter, found by Giuseppe Piazzi.",
-}
 pytestmark = pytest.mark.usefixtures("idle")
 
-QUESTION = "Which moon has seas of methane?"
 REWORDED = FakeListLLM(responses=["Where are seas of methane?\nWhich moon is orange?"])
-
-
-@pytest.fixture(autouse=True)
-def _nothing_retrieved() -> Iterator[None]:
-    RETRIEVED.clear()
-    yield
-    RETRIEVED.clear()
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""An engine that is a scripted server, and a record of everything published on the dispatcher."""
+"""LlamaIndex's parts on an engine that is a scripted server, and a record of what the dispatcher publishes."""
 
 from __future__ import annotations
 
@@ -13,10 +13,7 @@ from pydantic import Field
 
 from ragcache_core.client import Engine
 from ragcache_integrations.llamaindex import RAGCacheLLM, RAGCacheQueryEngine, RAGCacheRetriever
-from tests.support.scripted_server import THREE_TIERS, ScriptedServer
 from tests.support.scripted_source import ScriptedSource, Stage
-
-MODEL = "examples/demo_model"
 
 
 class EventLog(BaseEventHandler):
@@ -32,20 +29,8 @@ class EventLog(BaseEventHandler):
 
 
 @pytest.fixture
-def server() -> Iterator[ScriptedServer]:
-    with ScriptedServer(root=MODEL, cache=THREE_TIERS) as server:
-        yield server
-
-
-@pytest.fixture
-def scripted(server: ScriptedServer) -> Iterator[Engine]:
-    with Engine.connect(server.url) as engine:
-        yield engine
-
-
-@pytest.fixture
-def llm(scripted: Engine) -> RAGCacheLLM:
-    return RAGCacheLLM(scripted, temperature=0, max_tokens=200)
+def llm(engine: Engine) -> RAGCacheLLM:
+    return RAGCacheLLM(engine, temperature=0, max_tokens=200)
 
 
 @pytest.fixture
@@ -57,11 +42,11 @@ def event_log() -> Iterator[EventLog]:
 
 
 @pytest.fixture
-def make_engine(scripted: Engine, llm: RAGCacheLLM) -> Callable[..., RAGCacheQueryEngine]:
+def make_engine(engine: Engine, llm: RAGCacheLLM) -> Callable[..., RAGCacheQueryEngine]:
     """Makes a query engine over a source of stages."""
 
     def made(*stages: Stage, is_endless: bool = False, retriever: Any = None, **settings: Any) -> RAGCacheQueryEngine:
-        found = {"retriever": retriever or RAGCacheRetriever(ScriptedSource(stages, is_endless), scripted)}
+        found = {"retriever": retriever or RAGCacheRetriever(ScriptedSource(stages, is_endless), engine)}
         return RAGCacheQueryEngine(**{**found, "llm": llm, **settings})
 
     return made

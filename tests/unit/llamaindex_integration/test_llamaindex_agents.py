@@ -23,15 +23,10 @@ STATIC = "Answer the question from what the search finds, and say no more than i
 
 
 @pytest.fixture
-def retriever(scripted: Engine, warmed: Callable[[], list[Seen]]) -> RAGCacheRetriever:
+def retriever(engine: Engine, warmed: Callable[[], list[Seen]]) -> RAGCacheRetriever:
     """A retriever whose search does not end before something is prefilled."""
     source = ScriptedSource((Stage("moon sun"), Stage("moon sun", once=lambda: bool(warmed()))))
-    return RAGCacheRetriever(source, scripted)
-
-
-@pytest.fixture
-def warmed(server: ScriptedServer) -> Callable[[], list[Seen]]:
-    return lambda: [r for r in server.requests if r.path == "/v1/completions"]
+    return RAGCacheRetriever(source, engine)
 
 
 async def output_of(agent: Any) -> AgentOutput:
@@ -63,9 +58,9 @@ async def test_the_next_call_of_the_model_is_prefilled_while_the_tool_searches(
 
 
 async def test_a_query_engine_as_a_tool_keeps_its_own_prompt(
-    retriever: Any, llm: RAGCacheLLM, warmed: Any, generations: Any, server: ScriptedServer, scripted: Engine
+    retriever: Any, llm: RAGCacheLLM, warmed: Any, generations: Any, server: ScriptedServer, engine: Engine
 ) -> None:
-    scripted.bind_prompt(
+    engine.bind_prompt(
         lambda context, question: [{"role": "user", "content": f"{STATIC}\n{context}\n{question}"}],
         lambda nodes: "\n\n".join(node.get_content() for node in nodes),
     )

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 from llama_index.core import Document as LlamaDocument
 from llama_index.core import VectorStoreIndex
 
 from ragcache_core.client import Engine
-from ragcache_core.client.prompts.retrieved_documents import RETRIEVED
 from ragcache_integrations.llamaindex import (
     AnswerCache,
     CachedAnswerEvent,
@@ -17,24 +14,11 @@ from ragcache_integrations.llamaindex import (
     RAGCacheLLM,
     TfidfSvdEmbedding,
 )
+from tests.support.moons import NEAR, QUESTION, TEXTS
 from tests.support.scripted_server import ScriptedServer
 from tests.unit.llamaindex_integration.conftest import EventLog
 
-TEXTS = {
-    "ganymede": "Ganymede is the largest moon of Jupiter, larger than the planet Mercury.",
-    "titan": "Titan is a moon of Saturn with seas of methane and a thick orange sky.",
-    "ceres": "Ceres is the largest body between Mars and Jupiter, found by Giuseppe Piazzi.",
-}
-QUESTION = "Which moon has seas of methane?"
-NEAR = "Which moon has the seas of methane?"
 EMBEDDING = TfidfSvdEmbedding(list(TEXTS.values()), dimension=8)
-
-
-@pytest.fixture(autouse=True)
-def _nothing_retrieved() -> Iterator[None]:
-    RETRIEVED.clear()
-    yield
-    RETRIEVED.clear()
 
 
 @pytest.fixture
@@ -43,8 +27,8 @@ def answers() -> AnswerCache:
 
 
 @pytest.fixture
-def llm(scripted: Engine, answers: AnswerCache) -> RAGCacheLLM:
-    return RAGCacheLLM(scripted, temperature=0, max_tokens=200, answer_cache=answers)
+def llm(engine: Engine, answers: AnswerCache) -> RAGCacheLLM:
+    return RAGCacheLLM(engine, temperature=0, max_tokens=200, answer_cache=answers)
 
 
 @pytest.fixture
@@ -72,10 +56,10 @@ async def test_a_near_query_about_the_same_nodes_asks_no_engine(
 
 
 def test_a_salt_of_the_llm_counts_beside_a_body_of_the_call(
-    scripted: Engine, answers: AnswerCache, server: ScriptedServer
+    engine: Engine, answers: AnswerCache, server: ScriptedServer
 ) -> None:
     for salt in ("a", "b"):
         settings = {"extra_body": {"cache_salt": salt}}
-        llm = RAGCacheLLM(scripted, answer_cache=answers, additional_kwargs=settings)
+        llm = RAGCacheLLM(engine, answer_cache=answers, additional_kwargs=settings)
         llm.complete(QUESTION, extra_body={"top_k": 1})
     assert [request.body["cache_salt"] for request in server.requests] == ["a", "b"]

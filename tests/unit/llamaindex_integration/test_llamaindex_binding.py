@@ -18,18 +18,12 @@ from llama_index.llms.openai.utils import to_openai_message_dicts
 
 from ragcache_core.client import Engine
 from ragcache_core.prompt import PromptLayout, RenderedPrompt, render_chat
-from ragcache_core.types import Document, SegmentKind
 from ragcache_integrations.llamaindex import RAGCacheLLM, RAGCacheQueryEngine, node_from_document
-from tests.unit.llamaindex_integration.test_llamaindex_query_engine import ListRetriever
+from tests.contracts.rag.frameworks import ListRetriever
+from tests.support.prefixes import DOCUMENTS, QUESTION, check_prefix
 
 STATIC = "Answer the question from the documents, and say no more than they do. Be brief, and do not guess."
-DOCUMENTS = [
-    Document("sun", "The sun is a star, and every planet goes around it."),
-    Document("moon", "The moon goes around the earth once in a month."),
-    Document("mars", "Mars is red, and two small moons go around it."),
-]
 NODES = [NodeWithScore(node=node_from_document(d), score=1.0) for d in DOCUMENTS]
-QUESTION = "What goes around the earth in a month?"
 WORDS = st.sampled_from(["Zor", "sun", " ", "?", "\n", "é", "月", "12", ",", "{x}", "moons"])
 QUESTIONS = st.lists(WORDS, min_size=1, max_size=8).map("".join).filter(lambda text: bool(text.strip()))
 USER = "Context:\n{context_str}\n\nQuestion: {query_str}"
@@ -68,38 +62,28 @@ def sent(engine: Engine, template: BasePromptTemplate, question: str) -> Rendere
     return render_chat(engine.tokenizer, plain, [(d.doc_id, d.text) for d in DOCUMENTS])
 
 
-def check(prefix: RenderedPrompt | None, whole: RenderedPrompt) -> None:
-    assert prefix is not None
-    assert prefix.token_ids == whole.token_ids[: len(prefix.token_ids)]
-    documents = [s for s in whole.segments if s.kind is SegmentKind.DOCUMENT]
-    shown = [(s.doc_id, s.start) for s in prefix.segments if s.kind is SegmentKind.DOCUMENT]
-    assert shown == [(s.doc_id, s.start) for s in documents]
-    assert [doc_id for doc_id, _ in shown] == [d.doc_id for d in DOCUMENTS]
-    assert len(prefix.token_ids) >= documents[-1].end - 1
-
-
 @pytest.mark.parametrize("name", TEMPLATES)
 @settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(question=QUESTIONS)
-def test_the_prefix_of_a_template_is_the_beginning_of_what_is_sent(scripted: Engine, name: str, question: str) -> None:
-    bound = scripted.bind_prompt(TEMPLATES[name], format_nodes, **NAMES)
+def test_the_prefix_of_a_template_is_the_beginning_of_what_is_sent(engine: Engine, name: str, question: str) -> None:
+    bound = engine.bind_prompt(TEMPLATES[name], format_nodes, **NAMES)
     assert not bound.is_question_first
-    check(bound.prefix(NODES, DOCUMENTS), sent(scripted, TEMPLATES[name], question))
+    check_prefix(bound.prefix(NODES, DOCUMENTS), sent(engine, TEMPLATES[name], question), DOCUMENTS)
 
 
 @pytest.mark.parametrize("layout", [PromptLayout(STATIC), PromptLayout(STATIC, document_format="[{doc_id}] {text}.")])
 def test_a_query_engine_teaches_its_layout_and_a_bound_one_agrees(
-    scripted: Engine, llm: RAGCacheLLM, layout: PromptLayout
+    engine: Engine, llm: RAGCacheLLM, layout: PromptLayout
 ) -> None:
-    scripted.remember_documents(DOCUMENTS[:2], query=QUESTION)
+    engine.remember_documents(DOCUMENTS[:2], query=QUESTION)
     query_engine = RAGCacheQueryEngine(
         ListRetriever(*(TextNode(id_=d.doc_id, text=d.text) for d in DOCUMENTS[:2])), llm, layout=layout
     )
     query_engine.query(QUESTION)
-    learned = scripted.integration.prompts.bound_prompt
+    learned = engine.integration.prompts.bound_prompt
     assert learned is not None
-    whole = layout.render(scripted.tokenizer, DOCUMENTS, "Which one is red?")
-    for prompt in (learned, scripted.bind_prompt(layout)):
+    whole = layout.render(engine.tokenizer, DOCUMENTS, "Which one is red?")
+    for prompt in (learned, engine.bind_prompt(layout)):
         prefix = prompt.prefix(NODES, DOCUMENTS)
         assert prefix is not None
         assert prefix.token_ids == whole.token_ids[: len(prefix.token_ids)]

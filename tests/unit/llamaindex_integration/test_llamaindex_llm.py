@@ -16,26 +16,20 @@ from llama_index.core.instrumentation.events.llm import (
 from llama_index.core.tools import FunctionTool
 
 from ragcache_core.client import Engine
-from ragcache_core.errors import (
-    ConfigError,
-    RequestRejectedError,
-)
+from ragcache_core.errors import ConfigError, RequestRejectedError
 from ragcache_core.stats import request_stats_from_dict
-from ragcache_integrations.llamaindex import (
-    CacheStatsEvent,
-    RAGCacheLLM,
-)
+from ragcache_integrations.llamaindex import CacheStatsEvent, RAGCacheLLM
 from tests.contracts.rag.frameworks import LlamaIndex
 from tests.support.scripted_server import Refusal, Reply, ScriptedServer
 from tests.unit.llamaindex_integration.conftest import EventLog
 
 
-async def test_llm_takes_model_limits_and_key_from_the_engine(llm: RAGCacheLLM, scripted: Engine) -> None:
-    assert llm.metadata.context_window == scripted.max_model_len
-    assert llm.metadata.model_name == scripted.model
+async def test_llm_takes_model_limits_and_key_from_the_engine(llm: RAGCacheLLM, engine: Engine) -> None:
+    assert llm.metadata.context_window == engine.max_model_len
+    assert llm.metadata.model_name == engine.model
     assert llm.metadata.is_chat_model
     assert llm.metadata.is_function_calling_model
-    assert llm.engine is scripted
+    assert llm.engine is engine
 
 
 WAYS = [f"{prefix}{name}" for name in ("chat", "complete") for prefix in ("", "a", "stream_", "astream_")]
@@ -53,9 +47,9 @@ async def test_one_request_publishes_each_event_once(ask: str, llm: RAGCacheLLM,
     assert event.span_id == event_log.of(*kinds)[0].span_id is not None
 
 
-async def test_model_without_a_chat_template_is_asked_as_text(scripted: Engine, server: ScriptedServer) -> None:
-    llm = RAGCacheLLM(scripted, is_chat_model=False, max_tokens=40)
-    asked = LlamaIndex(scripted)
+async def test_model_without_a_chat_template_is_asked_as_text(engine: Engine, server: ScriptedServer) -> None:
+    llm = RAGCacheLLM(engine, is_chat_model=False, max_tokens=40)
+    asked = LlamaIndex(engine)
     await asked.ask("complete", llm, QUESTION)  # the prompt is in the cache from here on
     for way in ("complete", "acomplete", "stream_complete", "astream_complete"):
         answer = await asked.ask(way, llm, QUESTION)
@@ -98,9 +92,9 @@ async def test_calls_that_come_in_one_chunk_are_all_there(
     assert len({call.tool_id for call in calls}) == 2
 
 
-async def test_what_openai_like_knows_is_taken(scripted: Engine, server: ScriptedServer) -> None:
+async def test_what_openai_like_knows_is_taken(engine: Engine, server: ScriptedServer) -> None:
     llm = RAGCacheLLM(
-        scripted,
+        engine,
         system_prompt="Be brief.",
         reuse_client=True,
         default_headers={"x-a": "b"},

@@ -5,15 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from llama_index.core.base.base_retriever import BaseRetriever
 from llama_index.core.base.response.schema import AsyncStreamingResponse, StreamingResponse
 from llama_index.core.llms.mock import MockLLM
 from llama_index.core.postprocessor import SimilarityPostprocessor
-from llama_index.core.schema import NodeWithScore, QueryBundle, TextNode
+from llama_index.core.schema import QueryBundle, TextNode
 
 from ragcache_core.errors import ConfigError
 from ragcache_core.prompt import PromptLayout
 from ragcache_integrations.llamaindex import RAGCacheLLM, RAGCacheQueryEngine
+from tests.contracts.rag.frameworks import ListRetriever
 from tests.support.scripted_server import ScriptedServer
 
 pytestmark = pytest.mark.filterwarnings("ignore::pydantic.warnings.PydanticDeprecationWarning")  # workflows' own
@@ -24,17 +24,6 @@ TEXTS = {
     "mel": "Mel Anvik is a pilot who was born in Nalna and has kept birds on the roof of her house for years.",
     "sea": "The sea around the cape is rough in winter, and no boat leaves the harbour before the month of May.",
 }
-
-
-class ListRetriever(BaseRetriever):
-    """Finds the nodes that it was given."""
-
-    def __init__(self, *nodes: TextNode) -> None:
-        super().__init__()
-        self.nodes = nodes
-
-    def _retrieve(self, query_bundle: QueryBundle) -> list[NodeWithScore]:
-        return [NodeWithScore(node=node, score=1.0 - i / 10) for i, node in enumerate(self.nodes)]
 
 
 @pytest.fixture
@@ -138,12 +127,6 @@ async def test_synthesize_answers_from_the_given_nodes(
         assert set(response.metadata) == {"mel", "sea", "ragcache"}
         assert TEXTS["sea"] not in server.requests[-1].user_text
     assert zor.node.get_content() not in server.requests[-1].user_text
-
-
-# As a tool
-
-
-# In a workflow
 
 
 def test_settings_of_a_query_engine_are_those_of_its_llms_requests(

@@ -10,11 +10,7 @@ from llama_index.core import Document as LlamaDocument
 from llama_index.core import VectorStoreIndex
 
 from ragcache_core.errors import RAGCacheError
-from ragcache_integrations.llamaindex import (
-    CacheStatsEvent,
-    RAGCacheLLM,
-    TfidfSvdEmbedding,
-)
+from ragcache_integrations.llamaindex import CacheStatsEvent, RAGCacheLLM, TfidfSvdEmbedding
 from tests.support.scripted_server import Refusal, ScriptedServer
 from tests.unit.llamaindex_integration.conftest import EventLog
 

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from llama_index.core import StorageContext, VectorStoreIndex
-from llama_index.core.postprocessor.types import BaseNodePostprocessor
 from llama_index.core.schema import NodeWithScore, QueryBundle, TextNode
 from llama_index.core.vector_stores import FilterOperator, MetadataFilter, MetadataFilters
 
-from ragcache_core.client import Engine
 from ragcache_core.errors import ConfigError
 from ragcache_core.retrieval import MMR, DocumentStore
 from ragcache_core.types import Document, RetrievalUpdate
@@ -25,8 +22,7 @@ from ragcache_integrations.llamaindex import (
     StagedFAISSVectorStore,
     TfidfSvdEmbedding,
 )
-from tests.support.scripted_source import QUESTION, ScriptedSource, Stage
-from tests.support.waiting import until
+from tests.support.scripted_source import ScriptedSource
 
 TEXTS = {
     "zor": "The lighthouse of Zor is kept by Mel Anvik since the great flood came over the northern cape.",
@@ -101,32 +97,3 @@ async def test_any_source_of_stages_is_searched_and_its_scores_grow_with_nearnes
 
 
 pytestmark = pytest.mark.usefixtures("idle")
-
-
-class Reranker(BaseNodePostprocessor):
-    """Returns what ``choose`` makes of the nodes, once ``once`` holds."""
-
-    choose: Callable[[list[NodeWithScore]], Any]
-    once: Callable[[], bool] = lambda: True
-
-    def _postprocess_nodes(self, nodes: list[NodeWithScore], query_bundle: QueryBundle | None = None) -> Any:
-        assert query_bundle is not None
-        assert query_bundle.query_str == QUESTION
-        until(self.once)
-        return self.choose(list(nodes))
-
-
-@pytest.fixture
-def make(scripted: Engine) -> Callable[..., RAGCacheRetriever]:
-    """Makes a retriever that reranks three nodes. One stage names all."""
-
-    def made(choose: Any, once: Callable[[], bool] = lambda: True, **settings: Any) -> RAGCacheRetriever:
-        source = ScriptedSource((Stage("moon sun mars"),))
-        rerankers = [Reranker(choose=choose, once=once)]
-        return RAGCacheRetriever(source, scripted, node_postprocessors=rerankers, **{"num_candidates": 3, **settings})
-
-    return made
-
-
-def ids_of(nodes: list[NodeWithScore]) -> list[str]:
-    return [n.node.node_id for n in nodes]

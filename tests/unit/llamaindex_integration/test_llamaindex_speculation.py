@@ -13,16 +13,10 @@ from llama_index.core.schema import NodeWithScore, QueryBundle
 from llama_index.core.tools import QueryEngineTool
 
 from ragcache_core.client import Engine
-from ragcache_integrations.llamaindex import (
-    RAGCacheLLM,
-)
+from ragcache_integrations.llamaindex import RAGCacheLLM
 from tests.contracts.rag.frameworks import LlamaIndex
 from tests.support.scripted_server import ScriptedServer
-from tests.support.scripted_source import (
-    QUESTION,
-    Stage,
-    expected,
-)
+from tests.support.scripted_source import QUESTION, Stage, expected
 
 pytestmark = [
     pytest.mark.usefixtures("idle"),
@@ -41,13 +35,13 @@ async def test_an_agent_that_retrieves_overlaps_too(make_engine: Any, generation
 
 
 async def test_a_model_without_chat_template_is_asked_ahead_where_it_is_asked(
-    make_engine: Any, scripted: Engine, server: ScriptedServer
+    make_engine: Any, engine: Engine, server: ScriptedServer
 ) -> None:
-    llm = RAGCacheLLM(scripted, temperature=0, max_tokens=200, is_chat_model=False)
+    llm = RAGCacheLLM(engine, temperature=0, max_tokens=200, is_chat_model=False)
     for way in ("query", "streamed_query"):
         server.clear()
         make = partial(make_engine, Stage("moon"), Stage("moon", once=lambda: bool(server.requests)), llm=llm)
-        answer = await LlamaIndex(scripted).answer(make, way)
+        answer = await LlamaIndex(engine).answer(make, way)
         assert answer.stats["pipeline"]["is_confirmed"]
         assert [r.path for r in server.requests] == ["/v1/completions"]
 
@@ -66,9 +60,9 @@ class WorstFirst(BaseNodePostprocessor):
 
 @pytest.mark.parametrize("way", ["query", "streamed_query"])
 async def test_with_post_processors_nothing_is_asked_ahead_unless_they_run_ahead_too(
-    way: str, make_engine: Any, generations: Any, scripted: Engine, server: ScriptedServer, caplog: Any
+    way: str, make_engine: Any, generations: Any, engine: Engine, server: ScriptedServer, caplog: Any
 ) -> None:
-    worst_first, asked = WorstFirst(seen=[]), LlamaIndex(scripted)
+    worst_first, asked = WorstFirst(seen=[]), LlamaIndex(engine)
     make = partial(make_engine, Stage("sun moon"), Stage("sun moon"), node_postprocessors=[worst_first])
     answer = await asked.answer(make, way)
     assert answer.text == expected("moon", "sun")

@@ -23,10 +23,7 @@ from llama_index.core.vector_stores.types import (
     VectorStoreQueryResult,
 )
 
-from ragcache_core.errors import (
-    ConfigError,
-    EmbedderMismatchError,
-)
+from ragcache_core.errors import ConfigError, EmbedderMismatchError
 from ragcache_integrations.llamaindex import StagedFAISSVectorStore, TfidfSvdEmbedding
 
 NAMES = ("east", "north", "up", "north-east")

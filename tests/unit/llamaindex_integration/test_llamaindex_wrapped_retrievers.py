@@ -16,37 +16,24 @@ from llama_index.core.retrievers import QueryFusionRetriever
 from llama_index.core.tools import QueryEngineTool
 
 from ragcache_core.client import Engine
-from ragcache_core.client.prompts.retrieved_documents import RETRIEVED
 from ragcache_core.retrieval import DocumentStore
 from ragcache_core.types import Document
 from ragcache_integrations.llamaindex import CacheStatsEvent, RAGCacheLLM, RAGCacheRetriever, TfidfSvdEmbedding
+from tests.support.moons import QUESTION, TEXTS
 from tests.support.scripted_server import Reply, ScriptedServer
 from tests.unit.llamaindex_integration.conftest import EventLog
 
-TEXTS = {
-    "ganymede": "Ganymede is the largest moon of Jupiter, larger than the planet Mercury.",
-    "titan": "Titan is a moon of Saturn with seas of methane and a thick orange sky.",
-    "ceres": "Ceres is the largest body between Mars and Jupiter, found by Giuseppe Piazzi.",
-}
 pytestmark = pytest.mark.usefixtures("idle")
 
-QUESTION = "Which moon has seas of methane?"
 EMBEDDING = TfidfSvdEmbedding(list(TEXTS.values()), dimension=8)
 
 
-@pytest.fixture(autouse=True)
-def _nothing_retrieved() -> Iterator[None]:
-    RETRIEVED.clear()
-    yield
-    RETRIEVED.clear()
-
-
 @pytest.fixture(params=["ours", "others"])
-def inner(request: pytest.FixtureRequest, scripted: Engine, tmp_path: Path) -> Iterator[BaseRetriever]:
+def inner(request: pytest.FixtureRequest, engine: Engine, tmp_path: Path) -> Iterator[BaseRetriever]:
     if request.param == "ours":
         with DocumentStore.create(tmp_path, embedder=EMBEDDING) as store:
             store.add([Document(doc_id, text) for doc_id, text in TEXTS.items()])
-            yield RAGCacheRetriever(store, scripted, similarity_top_k=2)
+            yield RAGCacheRetriever(store, engine, similarity_top_k=2)
     else:
         documents = [LlamaDocument(id_=name, text=text) for name, text in TEXTS.items()]
         index = VectorStoreIndex.from_documents(documents, embed_model=EMBEDDING)

@@ -8,13 +8,7 @@ from itertools import permutations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragcache_core.ordering import (
-    CachedPaths,
-    DocPath,
-    PathChange,
-    arrange,
-    static_prefix_digest,
-)
+from ragcache_core.ordering import CachedPaths, DocPath, PathChange, arrange, static_prefix_digest
 from ragcache_core.types import PromptSegment, SegmentKind
 
 HERE, ELSEWHERE = b"p" * 16, b"q" * 16

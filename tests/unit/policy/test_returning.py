@@ -34,14 +34,37 @@ def test_shares_are_learned_for_each_number_of_a_turn() -> None:
     assert [returning.probability(turn) for turn in (1, 2, 3)] == pytest.approx([0.2, 0.5, 0.8], abs=0.01)
 
 
-def test_turns_that_are_expected_are_those_of_all_to_come() -> None:
-    shares = dict.fromkeys(range(1, 9), 0.5)
-    returning = observed(shares)
-    assert returning.expected_turns(1) == pytest.approx(1.0, rel=0.05), "1/2 + 1/4 + ..."
-    assert returning.expected_turns(8) == pytest.approx(1.0, rel=0.05)
+def test_the_rate_falls_with_time_from_the_think_times_that_were_seen() -> None:
+    dice, returning = Random(1), NextTurnModel()
+    assert returning.rate(1, 5) == 0.0, "nothing is known"
+    for i in range(3000):
+        returning.on_turn(1)
+        if i % 2:
+            returning.on_return(1, 1 + int(dice.expovariate(1 / 20)) if i % 10 else 5000)
+    assert returning.rate(1, 8) == pytest.approx(0.5 * 0.8 / 20, rel=0.3), "two in five of all come back in 20 requests"
+    assert returning.rate(1, 3000) < returning.rate(1, 8) / 20, "what waits as long has ended, or takes 5,000"
+    rates = [returning.rate(1, age) for age in range(0, 20_000, 7)]
+    assert rates == sorted(rates, reverse=True)
+    assert returning.rate(1, 0) == returning.rate(1, 1)
+
+
+def test_times_after_which_none_came_back_do_not_lower_the_rate_before_them() -> None:
+    """Clients that wait at least a minute: an age of a few requests promises as much as the first possible return."""
+    returning = NextTurnModel()
+    for i in range(1000):
+        returning.on_turn(1)
+        if i % 2:
+            returning.on_return(1, 100 + i % 28)
+    young, ripe = returning.rate(1, 2), returning.rate(1, 120)
+    assert young == ripe == pytest.approx(0.5 / 112, rel=0.2), "one in two within about 128 requests"
+    assert returning.rate(1, 200) < ripe / 20
+
+
+def test_later_turns_that_go_on_more_often_have_the_higher_rate() -> None:
     rising = observed({turn: 0.1 * turn for turn in range(1, 9)})
-    expected = [rising.expected_turns(turn) for turn in range(1, 9)]
-    assert expected == sorted(expected)
+    rates = [rising.rate(turn, 10) for turn in range(1, 9)]
+    assert rates == sorted(rates)
+    assert rates[4] == pytest.approx(5 * rates[0], rel=0.2)
 
 
 def test_what_was_learned_gives_way_to_what_happens_now() -> None:
@@ -49,14 +72,3 @@ def test_what_was_learned_gives_way_to_what_happens_now() -> None:
     for _ in range(5000):
         returning.on_turn(1)
     assert not returning.is_likely(1)
-
-
-def test_the_median_think_time_is_found_within_a_power_of_two() -> None:
-    dice, returning = Random(1), NextTurnModel()
-    for _ in range(3000):
-        returning.on_turn(1)
-        returning.on_return(1, round(dice.lognormvariate(5.0, 1.0)))
-    assert 148 / 1.5 < returning.think_requests < 148 * 1.5
-    for _ in range(3000):
-        returning.on_return(1, 9)
-    assert 8 <= returning.think_requests < 16

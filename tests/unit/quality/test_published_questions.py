@@ -1,9 +1,11 @@
-"""Files of SQuAD, HotpotQA, MuSiQue, 2WikiMultihopQA and LongBench, read as they are published."""
+"""Files of published question sets, read as they are published."""
 
 from __future__ import annotations
 
+import csv
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -103,12 +105,47 @@ LONGBENCH = {
     "all_classes": None,
     "_id": "b9d3b6a9",
 }
+DROP: dict[str, dict[str, Any]] = {
+    "history_1": {
+        "passage": "Zorval was founded in 1810 by Anna Krenvi and Bors Tamli with 12 people.",
+        "qa_pairs": [
+            {
+                "query_id": "f37e81fa",
+                "question": "How many people founded Zorval?",
+                "answer": {"number": "2", "date": {"day": "", "month": "", "year": ""}, "spans": []},
+                "validated_answers": [{"number": "", "date": {}, "spans": ["two"]}],
+            },
+            {
+                "query_id": "f37e81fb",
+                "question": "Who founded Zorval?",
+                "answer": {"number": "", "date": {}, "spans": ["Anna Krenvi", "Bors Tamli"]},
+            },
+            {
+                "query_id": "f37e81fc",
+                "question": "When was Zorval founded?",
+                "answer": {"number": "", "date": {"day": "", "month": "May", "year": "1810"}, "spans": []},
+            },
+            {"query_id": "f37e81fd", "question": "Why?", "answer": {"number": "", "date": {}, "spans": []}},
+        ],
+        "wiki_url": "https://en.wikipedia.org/wiki/Zorval",
+    },
+    "history_2": {"passage": "It makes clocks.", "qa_pairs": []},
+}
+CNN_DAILYMAIL = {
+    "article": "(CNN) -- Zorval, which makes clocks, was sold on Monday.\nIts founder left.",
+    "highlights": "Zorval is sold .\nIts founder leaves .",
+    "id": "42c027e4ff9730fbb3de84c1af0d2c506e41c3e4",
+}
+XSUM = {"document": "Zorval was sold.", "summary": "A maker of clocks has a new owner.", "id": "35232142"}
 FILES: dict[QuestionFormat, str] = {
     "squad": json.dumps(SQUAD),
     "hotpotqa": json.dumps(HOTPOTQA),
     "2wikimultihopqa": json.dumps(TWOWIKI, indent=1),
     "musique": "\n".join(json.dumps(each) for each in (MUSIQUE, {**MUSIQUE, "answerable": False})),
     "longbench": json.dumps(LONGBENCH) + "\n",
+    "drop": json.dumps({**DROP, "history_1": {**DROP["history_1"], "qa_pairs": DROP["history_1"]["qa_pairs"][:1]}}),
+    "cnn_dailymail": json.dumps(CNN_DAILYMAIL),
+    "xsum": json.dumps([XSUM]),
 }
 
 
@@ -171,6 +208,37 @@ def test_passages_of_longbench_are_documents_and_any_other_context_is_one(tmp_pa
     assert len(one.documents) == 1
 
 
+def test_drop_has_answers_of_each_type_and_neighbouring_passages(tmp_path: Path) -> None:
+    number, spans, date = read(tmp_path, json.dumps(DROP))
+    assert [(each.kind, each.answers) for each in (number, spans, date)] == [
+        ("number", ("2", "two")),
+        ("spans", ("Anna Krenvi, Bors Tamli",)),
+        ("date", ("May 1810",)),
+    ]
+    assert texts(number) == [passage["passage"] for passage in DROP.values()]
+
+
+def test_a_summary_is_asked_for_by_the_beginning_of_its_article_among_its_neighbours(tmp_path: Path) -> None:
+    rows = [{**XSUM, "document": f"Article {number} is about clocks that are sold in Tolmar."} for number in range(7)]
+    questions = read(tmp_path, "\n".join(map(json.dumps, rows)))
+    assert questions[3].text == 'Summarise the document that begins with "Article 3 is about clocks that are sold".'
+    assert questions[3].answers == (XSUM["summary"],)
+    for question, row in zip(questions, rows, strict=True):
+        assert row["document"] in texts(question)
+        assert len(question.documents) == 5
+    assert texts(questions[0]) != texts(questions[1])
+
+
+def test_a_csv_file_has_the_same_rows_as_json(tmp_path: Path) -> None:
+    rows = [CNN_DAILYMAIL, {**CNN_DAILYMAIL, "article": 'He said "no",\u2028then left.'}]
+    path = tmp_path / "test.csv"
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, ["id", "article", "highlights"])
+        writer.writeheader()
+        writer.writerows(rows)
+    assert read_questions(path) == read(tmp_path, json.dumps(rows))
+
+
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
@@ -209,6 +277,11 @@ def test_passages_of_longbench_are_documents_and_any_other_context_is_one(tmp_pa
         ("longbench", json.dumps({**LONGBENCH, "answers": []}), "line 1: answers: List should have at least 1 item"),
         ("longbench", "[1]", "record 1: Input should be a valid dictionary or .*: LongBench has lines"),
         ("longbench", "", "are empty, or none has an answer"),
+        ("drop", json.dumps({"history_1": {"passage": "It."}}), "passage history_1: qa_pairs: Field required: DROP"),
+        ("drop", json.dumps({"history_2": DROP["history_2"]}), "are 1 records of drop without an answer"),
+        ("xsum", json.dumps(CNN_DAILYMAIL), "line 1: document: Field required: XSUM has rows"),
+        ("cnn_dailymail", "article,highlights\nIt is sold.\n", "line 2: highlights: Input should be a valid string"),
+        ("cnn_dailymail", 'article,highlights\n"It is sold.\n', "is no CSV file .*: CNN/DailyMail has rows"),
     ],
 )
 def test_what_is_none_is_refused_with_its_place_and_what_was_expected(

@@ -6,11 +6,7 @@ import random
 
 import pytest
 
-from ragcache_core.recognition import (
-    DocumentForm,
-    Registration,
-    RegistrationLog,
-)
+from ragcache_core.recognition import DocumentForm, Registration, RegistrationLog
 from ragcache_core.recognition.files import (
     forgotten_record,
     journal_head,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import dataclass, field
 from itertools import product
@@ -56,9 +55,6 @@ def test_the_search_of_figure_11_cancels_once_and_confirms() -> None:
 
 
 # Failures
-
-
-# The end
 
 
 # Whatever happens in whatever order
@@ -189,38 +185,6 @@ def play(events: list[Event], *, max_failures: int = 2) -> Engine:
             continue
         engine.run(search, event)
     return engine
-
-
-INTERLUDES: tuple[tuple[Event, ...], ...] = (
-    (),
-    (Load(0),),
-    (Load(NO_ROOM),),
-    (Limit(0), Load(0)),
-    (Limit(NO_ROOM + 1), Load(NO_ROOM)),
-    (Fail(),),
-    (Fail(), Load(0)),
-    (Fail(is_previous=True),),
-    (Close(),),
-)
-"""What may happen between two stages."""
-
-
-def searches(num_stages: int) -> Iterator[list[Event]]:
-    """Every search of that many stages: candidates that stay, change and come back, load, failures and closing between.
-
-    The first candidates may be called A without loss, and the last stage's load and promise are of no account.
-    """
-    candidates = product("A", *["ABC"[: i + 1] for i in range(1, min(num_stages, 3))])
-    for shown in candidates:
-        for told in product(product((0, NO_ROOM), (True, False)), repeat=num_stages - 1):
-            for between in product(INTERLUDES, repeat=num_stages):
-                events: list[Event] = []
-                for i in range(num_stages):
-                    is_final = i == num_stages - 1
-                    num_pending, is_worthwhile = (NO_ROOM, False) if is_final else told[i]
-                    events.append(Stage(shown[i], num_pending, is_final, is_worthwhile))
-                    events += between[i]
-                yield events
 
 
 @pytest.mark.parametrize("max_failures", [1, 2, 3])

@@ -31,7 +31,7 @@ class Chat:
         tree.record_access(tree.insert(segments), num_hit_units=0, cost_per_token_s=1e-3, turn=turn)
         if answer:
             tree.extend(keys[len(words) - 1], keys[len(words) :], len(answer.split()))
-            tree.conversations.on_answered(keys[len(words)], turn, tree.num_requests)
+            tree.record_answer(keys[len(words)], turn)
         for key in keys:
             at = tree.locate(key)
             assert at is not None
@@ -65,13 +65,44 @@ def test_a_prompt_with_only_a_common_beginning_is_no_turn(prompt: str) -> None:
     assert chat.tree.returning.probability(1) == 0.0
 
 
-def test_the_history_is_the_conversations_and_a_first_turns_documents_are_everybodys() -> None:
+def test_the_history_is_the_conversations_and_so_are_documents_that_it_alone_uses() -> None:
     chat = Chat()
-    chat.ask("sys A q1", "a1")
-    chat.ask("sys A q1 a1 B q2", "a2")
-    assert [chat.turn_at(words) for words in ("sys", "sys A")] == [0, 0]
-    for words in ("sys A q1", "sys A q1 a1", "sys A q1 a1 B", "sys A q1 a1 B q2"):
+    chat.ask("sys A p1", "b1")
+    chat.ask("sys C q1", "a1")
+    assert [chat.turn_at(words) for words in ("sys C", "sys C q1", "sys C q1 a1")] == [0, 1, 1], "others may ask for C"
+    chat.ask("sys C q1 a1 B q2", "a2")
+    for words in ("sys C", "sys C q1", "sys C q1 a1", "sys C q1 a1 B", "sys C q1 a1 B q2", "sys C q1 a1 B q2 a2"):
         assert chat.turn_at(words) == 2, words
+    chat.ask("sys C r1", "c1")
+    chat.ask("sys C r2")
+    assert [chat.turn_at(words) for words in ("sys C", "sys C q1", "sys C r1")] == [0, 2, 1]
+    chat.ask("sys C q1 a1 B q2 a2 q3", "a3")
+    assert [chat.turn_at(words) for words in ("sys", "sys C", "sys C q1")] == [0, 0, 3], "two others have used C"
+
+
+def test_a_turn_that_was_not_recognised_does_not_end_the_conversation() -> None:
+    chat = Chat()
+    for number in range(9):
+        chat.ask(f"sys O{number} o", "a")
+    chat.ask("sys A q1")  # its answer is too short to fill a unit
+    chat.ask("sys A q1 q2", "a2")
+    assert chat.ask("sys A q1 q2 a2 q3", "a3") == 2
+    assert [chat.turn_at(words) for words in ("sys", "sys A", "sys A q1", "sys A q1 q2 a2 q3")] == [0, 2, 2, 2]
+
+
+def test_documents_and_answers_of_a_conversation_that_ended_do_not_outlive_later_ones() -> None:
+    """Each turn uses a first turn's document again, and an answer is used by no request before the next turn."""
+    chat = Chat()
+    for i in range(60):
+        said = f"sys D{i} q{i}"
+        for k in range(5):
+            chat.ask(said, f"a{i}.{k}")
+            said += f" a{i}.{k} r{i}.{k}"
+    chat.tree.evict(Tier.GPU, chat.tree.tiers[Tier.GPU].num_units - 46)
+    left = {key[-1] for node in chat.tree.nodes() if chat.tree.resident_mask(node, Tier.GPU) for key in node.keys}
+    assert {f"D{i}" for i in range(56, 60)} <= left
+    assert not {f"D{i}" for i in range(54)} & left
+    assert {"a59.3", "a59.4", "a58.4"} <= left
 
 
 def test_what_ends_a_single_turn_goes_before_documents_and_what_may_return_stays() -> None:

@@ -129,7 +129,7 @@ def test_a_chunk_that_a_forecast_has_warmed_outlives_others(policy: str) -> None
     for chunk in range(6):
         capture(books, tokens(chunk))
         books.release("r")
-        books.seed(chunk_key(tokens(chunk)), 2 * T, 9 if chunk == 1 else 0)
+        books.seed(chunk_key(tokens(chunk)), chunk_key([0]), 2 * T, 9 if chunk == 1 else 0)
     for chunk in range(6, 9):
         capture(books, tokens(chunk))
         books.release("r")
@@ -160,6 +160,35 @@ def test_every_policy_of_the_tiers_reports_which_chunk_goes(policy: str) -> None
     newest = capture(books, tokens(9))
     assert books.is_lost(first[0])
     assert all(books.is_on_host(variant) for variant in (*first[1:], newest))
+
+
+@pytest.mark.parametrize("policy", [name for name in POLICIES if name != "lru"])
+def test_an_unused_version_of_a_popular_chunk_leaves_before_used_ones_of_others(policy: str) -> None:
+    books = library(policy)
+    popular, unused = capture(books, tokens(1), behind=7), capture(books, tokens(1), behind=8)
+    others = [capture(books, tokens(chunk)) for chunk in range(2, 6)]
+    for variant in (*others, *[popular] * 8, *others):
+        books.record_use(variant, overhead=0.0)
+    capture(books, tokens(9))
+    assert books.is_lost(unused)
+    assert all(books.is_on_host(variant) for variant in (popular, *others))
+
+
+def test_deleted_versions_are_not_evicted_and_new_ones_of_their_contexts_are() -> None:
+    books = library("lru")
+    in_use = capture(books, tokens(1))
+    for chunk in (1, 2):
+        capture(books, tokens(chunk), behind=8)
+        books.name(chunk_key(tokens(chunk)), "document")
+    assert books.pin([in_use], "asks")
+    books.forget({"document"})
+    again = capture(books, tokens(1))
+    books.release("asks")
+    assert found(books, tokens(1)) == (again,)
+    assert books.num_used_pages == 2
+    for chunk in range(2, 9):
+        capture(books, tokens(chunk))
+    assert books.is_lost(again)
 
 
 def test_a_chunk_is_written_to_disk_and_read_back_when_it_is_wanted() -> None:

@@ -18,13 +18,7 @@ from ragcache_core.tree import KnowledgeTree
 from ragcache_core.vllm_plugin.chunks.manager.entries import Reservation
 from ragcache_core.vllm_plugin.chunks.manager.eviction import ChunkEviction
 from ragcache_core.vllm_plugin.chunks.manager.manager import ChunkManager
-from ragcache_core.vllm_plugin.chunks.messages import (
-    Capture,
-    CapturedChunk,
-    ChunkJob,
-    ChunkReport,
-    ChunkStep,
-)
+from ragcache_core.vllm_plugin.chunks.messages import Capture, CapturedChunk, ChunkJob, ChunkReport, ChunkStep
 from ragcache_core.vllm_plugin.chunks.reuse_state import OpenCapture, ReuseOptions, statistics_of
 from ragcache_core.vllm_plugin.chunks.scheduler import ChunkScheduling
 from tests.support.chunk_disk import FakeDisk, Read, Scrub, Write
@@ -55,7 +49,7 @@ class Bench:
         self.token_inter = token_inter
         cost = PrefillCostModel.default()
         ranks = ChunkEviction(KnowledgeTree(make_policy("lru", cost)), cost)
-        library = ChunkManager(ranks, num_pages=num_pages, tokens_per_page=_T)
+        library = ChunkManager(ranks, num_pages=num_pages, tokens_per_page=_T, max_variants=5)
         self.disk = FakeDisk(num_disk_pages)
         if num_disk_pages:
             library.open_disk(self.disk)  # type: ignore[arg-type]  # a fake

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 
 import pytest
 from hypothesis import given, settings
@@ -22,43 +21,6 @@ from ragcache_core.wire import (
     tile,
 )
 from tests.unit.vllm_plugin.scene import BLOCK, controller, keys, run
-
-
-def absurd() -> list[dict[str, object]]:
-    documents = [{"id": "a", "start": 0, "end": 8}]
-    return [
-        {"version": 2, "documents": documents},
-        {"version": None},
-        {"version": 1, "documents": "a"},
-        {"version": 1, "documents": None},
-        {"version": 1, "documents": [None]},
-        {"version": 1, "documents": [{"id": "a", "start": 8, "end": 8}]},
-        {"version": 1, "documents": [{"id": "a", "start": 8, "end": 4}]},
-        {"version": 1, "documents": [{"id": "a", "start": -4, "end": 4}]},
-        {"version": 1, "documents": [{"id": "a", "start": 0, "end": 101}]},
-        {"version": 1, "documents": [{"id": "a", "start": 10**30, "end": 10**31}]},
-        {"version": 1, "documents": [{"id": "a", "start": 0, "end": 8}, {"id": "b", "start": 7, "end": 12}]},
-        {"version": 1, "documents": [{"id": "a", "start": 8, "end": 12}, {"id": "b", "start": 0, "end": 4}]},
-        {"version": 1, "documents": [{"id": "a", "start": False, "end": True}]},
-        {"version": 1, "documents": [{"id": "a", "start": 0.0, "end": 8.0}]},
-        {"version": 1, "documents": [{"id": "a", "start": math.nan, "end": 8}]},
-        {"version": 1, "documents": [{"id": "a", "start": 0, "end": math.inf}]},
-        {"version": 1, "documents": [{"id": "", "start": 0, "end": 8}]},
-        {"version": 1, "documents": [{"id": 7, "start": 0, "end": 8}]},
-        {"version": 1, "documents": [{"id": "\ud800", "start": 0, "end": 8}]},
-        {"version": 1, "documents": [{"id": "x" * (1 << 20), "start": 0, "end": 8}]},
-        {"version": 1, "documents": [{"id": "x" * (MAX_DOC_ID_CHARS + 1), "start": 0, "end": 8}]},
-        {"version": 1, "documents": [{"id": str(i), "start": 0, "end": 1} for i in range(10_000)]},
-        {"version": 1, "documents": [{"id": "a", "start": 0}]},
-        {"version": 1, "documents": {"id": "a"}},
-    ]
-
-
-@pytest.mark.parametrize("metadata", absurd(), ids=lambda metadata: repr(metadata)[:60])
-def test_metadata_that_cannot_be_is_a_config_error_with_a_short_message(metadata: dict[str, object]) -> None:
-    with pytest.raises(ConfigError) as raised:
-        decode_kv_transfer_params({KEY: metadata}, 100)
-    assert len(str(raised.value)) < 500
 
 
 def nested(depth: int) -> object:

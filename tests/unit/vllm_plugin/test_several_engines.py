@@ -5,11 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ragcache_core.stats import merged_report
-from ragcache_core.vllm_plugin.server.several_engines import (
-    joined_changes,
-    merged_contents,
-    merged_pins,
-)
+from ragcache_core.vllm_plugin.server.several_engines import joined_changes, merged_contents, merged_pins
 
 
 def report(**figures: Any) -> dict[str, Any]:

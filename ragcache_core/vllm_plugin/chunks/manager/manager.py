@@ -5,9 +5,9 @@ It lives on the scheduler's side and decides for all workers, which have the sam
     reserve -> [captured by the workers] -> commit -> host memory, written through to disk
     find -> pin -> host memory, or read from disk into pages -> release
 
-A chunk evicted from host memory stays on disk; one that is in no tier is deleted. Where no page is free, a variant of
-the chunk that the tiers' own policy ranks lowest is evicted: the one with the lowest f_r (Cache-Craft §3.3). The
-library imports neither vLLM nor torch, and reads no clock.
+A version evicted from host memory stays on disk; one that is in no tier is deleted. Where no page is free, the version
+that the tiers' own policy ranks lowest is evicted, of whatever chunk. The library imports neither vLLM nor torch, and
+reads no clock.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ class ChunkManager:
     """Tracks the chunks whose KV the workers hold. Used by one thread.
 
     Args:
-        ranks: which chunk is evicted first.
+        ranks: which version is evicted first.
         num_pages: pages of host memory that each worker has, of ``tokens_per_page`` tokens.
         tokens_per_page: of a chunk.
         max_variants: of one chunk, the M of Cache-Craft §3.3.
     """
 
-    def __init__(self, ranks: ChunkEviction, *, num_pages: int, tokens_per_page: int, max_variants: int = 5) -> None:
+    def __init__(self, ranks: ChunkEviction, *, num_pages: int, tokens_per_page: int, max_variants: int) -> None:
         self.counters = ChunkCounters()
         self.now_s = 0.0
         """The current time, set by the owner."""
@@ -120,14 +120,14 @@ class ChunkManager:
 
     def record_use(self, variant: ChunkVariant, overhead: float) -> None:
         """Count that a request reuses a variant with a CFO of ``overhead``: f_r += 1 / CFO (Cache-Craft §3.3)."""
-        self._ranks.record_hit(variant.key, variant.num_tokens)
+        self._ranks.record_hit(variant)
         self._stock.variants.record_use(variant, overhead)
         if (at := self._stock.place(variant)) is not None:
             self._stock.record_use(at[1])
 
-    def seed(self, key: ChunkKey, num_tokens: int, expected_uses: int) -> None:
-        """Rank a chunk as if it had been accessed ``expected_uses`` times, if it has fewer."""
-        self._ranks.seed(key, num_tokens, expected_uses)
+    def seed(self, key: ChunkKey, context: ContextKey, num_tokens: int, expected_uses: int) -> None:
+        """Rank a version as if it had been used ``expected_uses`` times, if it has fewer."""
+        self._ranks.seed((key, context), num_tokens, expected_uses)
 
     # Capture
 
@@ -149,7 +149,7 @@ class ChunkManager:
         digests of those before it and, last, its own.
         """
         num_tokens = len(token_ids)
-        self._ranks.record_miss(key, num_tokens)
+        self._ranks.record_miss((key, context), num_tokens)
         chunk = self._stock.chunks.get(key)
         if chunk is None:
             chunk = StoredVariants(key, pack_token_ids(token_ids), num_tokens)

@@ -9,7 +9,6 @@ again when all workers have ended the step that called it off (:meth:`ChunkResid
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -35,7 +34,7 @@ class ChunkResidency:
     """The chunks by key, the tiers of their versions, and transfers between memory and disk.
 
     Args:
-        ranks: which chunk is evicted first.
+        ranks: which version is evicted first.
         counters: of chunks.
         num_pages: of host memory.
         tokens_per_page: of a chunk.
@@ -56,7 +55,7 @@ class ChunkResidency:
         self.tokens_per_page = tokens_per_page
         self.disk: ChunkDisk | None = None
         self.chunks: dict[ChunkKey, StoredVariants] = {}
-        self.variants = VariantTable(sys.maxsize, max_variants)
+        self.variants = VariantTable(max_variants)
         self.num_used_disk_pages = 0
         self._ranks = ranks
         self._counters = counters
@@ -105,7 +104,8 @@ class ChunkResidency:
         finally:
             self._num_idle_pages += stored.num_idle_pages(Tier.HOST)
             self._num_idle_disk_pages += stored.num_idle_pages(Tier.DISK)
-            self._ranks.place(chunk)
+            if not stored.is_doomed:
+                self._ranks.place(stored)
 
     # Host memory
 
@@ -114,7 +114,7 @@ class ChunkResidency:
         return num_pages <= self._free.num_free + self._num_idle_pages
 
     def take_pages(self, num_pages: int) -> tuple[int, ...]:
-        """Return pages, evicting the lowest-ranked chunks if too few are free."""
+        """Return pages, evicting the lowest-ranked versions if too few are free."""
         while self._free.num_free < num_pages:
             self._leave_host(*self._next_to_leave(Tier.HOST))
         return tuple(self._free.reserve(num_pages))
@@ -157,6 +157,7 @@ class ChunkResidency:
         """Delete versions as soon as they are not in use; hide them now."""
         for chunk, stored in gone:
             stored.is_doomed = True
+            self._ranks.drop(stored)
             self.variants.remove(stored.variant)
             self.forget_if_doomed(chunk, stored)
 
@@ -195,7 +196,7 @@ class ChunkResidency:
         self._num_writing_pages += stored.num_pages
         with self.changing(chunk, stored):
             stored.is_writing = True
-        documents, frequency = stored.documents | chunk.names, self._ranks.frequency(chunk.key)
+        documents, frequency = stored.documents | chunk.names, self._ranks.frequency(stored.variant)
         noted = StoredChunk(stored.variant, chunk.token_ids, frequency, self._worth(stored), documents, stored.stored_s)
         self._transfers[self.disk.write(noted, stored.pages)] = chunk, stored
 
@@ -233,7 +234,7 @@ class ChunkResidency:
             self.leave_disk()
         if len(self._uses) >= _NOTED_AT_ONCE:
             kept = [variant for variant in self._uses.values() if variant in self.variants]
-            disk.note([(each, self._ranks.frequency(each.key), self.variants.reuse(each)) for each in kept])
+            disk.note([(each, self._ranks.frequency(each), self.variants.reuse(each)) for each in kept])
             self._uses.clear()
         if self._renamed:
             places = [at for at in self._renamed.values() if self.place(at[1].variant) is not None]
@@ -244,7 +245,7 @@ class ChunkResidency:
             self._transfers[disk.scrub()] = None
 
     def restore(self, found: Sequence[StoredChunk], now_s: float) -> int:
-        """Load the chunks on disk, the most used first; return the number of versions.
+        """Load the versions on disk, the most used first; return the number of versions.
 
         What contradicts another variant, or is more than fits now, is deleted.
         """
@@ -270,7 +271,7 @@ class ChunkResidency:
             with self.changing(chunk, stored):
                 stored.is_on_disk = True
                 chunk.stored[variant.number] = stored
-            self._ranks.restore(chunk.key, chunk.num_tokens, entry.frequency)
+            self._ranks.restore(variant, entry.frequency)
         return num_restored
 
     def leave_disk(self) -> None:
@@ -285,12 +286,12 @@ class ChunkResidency:
     # Inside
 
     def _next_to_leave(self, tier: Tier) -> tuple[StoredVariants, Variant]:
-        """Return what a tier evicts: of the lowest chunk the variant with the lowest f_r, the oldest of equal ones."""
-        chunk = self.chunks[self._ranks.lowest(tier)]
-        idle = (stored for stored in chunk.stored.values() if stored.num_idle_pages(tier))
-        least = min(idle, key=lambda stored: (self._worth(stored), stored.variant.number))
-        self._ranks.record_eviction(chunk, least, tier)
-        return chunk, least
+        """Return the version that a tier evicts."""
+        variant = self.variants.captured_in(*self._ranks.lowest(tier))
+        assert variant is not None
+        self._ranks.record_eviction(variant, tier)
+        chunk = self.chunks[variant.key]
+        return chunk, chunk.stored[variant.number]
 
     def _worth(self, stored: Variant) -> float:
         return self.variants.reuse(stored.variant)

@@ -8,7 +8,6 @@ once, from where the backend puts numbers that are known.
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -91,9 +90,6 @@ class _Packing:
         num_heads, tokens_per_block, width = attention.kv_cache.shape[1:]
         head_dim, dtype = attention.head_size, attention.kv_cache.dtype
         assert width == 2 * head_dim
-        layer = SimpleNamespace(
-            isa=attention.isa, _k_scale_float=attention._k_scale_float, _v_scale_float=attention._v_scale_float
-        )
         integer, first = _NORMAL[dtype]
         slots = torch.arange(tokens_per_block)
         shape = (tokens_per_block, num_heads, head_dim)
@@ -103,7 +99,7 @@ class _Packing:
             rows = (numbers + first).to(integer).view(dtype).expand(shape).contiguous()
             pair = (rows, torch.zeros_like(rows)) if half == 0 else (torch.zeros_like(rows), rows)
             block = torch.zeros((1, num_heads, tokens_per_block, width), dtype=dtype)
-            attention.impl.do_kv_cache_update(layer, *pair, block, slots)
+            attention.impl.do_kv_cache_update(attention, *pair, block, slots)
             return block[0, 0].flatten().chunk(2)[half].contiguous().view(integer).long() - first
 
         found = []

@@ -6,12 +6,15 @@ figures of requests that ended, a report of the tiers, and what has changed of t
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from prometheus_client import Counter, Gauge, Histogram
 
 from ragcache_core._version import __version__
+from ragcache_core.errors import ConfigError, quoted
+from ragcache_core.runtime.environment import TENANT_METRICS_ENV
 from ragcache_core.stats import (
     CHUNK_KIND_SERIES,
     CHUNK_SERIES,
@@ -23,14 +26,46 @@ from ragcache_core.stats import (
     Series,
 )
 from ragcache_core.types import Origin
-from ragcache_core.vllm_plugin.compat import (
-    KVConnectorPromMetrics,
-    OffloadPromMetrics,
-    front_end_of,
-)
+from ragcache_core.vllm_plugin.compat import KVConnectorPromMetrics, OffloadPromMetrics, front_end_of
 from ragcache_core.vllm_plugin.release import settings_in_force, unsupported_reason
 from ragcache_core.vllm_plugin.server.engine_view import received
-from ragcache_core.vllm_plugin.server.metrics.tenant_series import num_shown, shown_tenants
+
+MAX_TENANTS = 1000
+"""Each has two series, and three for each tier."""
+OTHERS = "(others)"
+"""No tenant can have this name."""
+
+
+def num_shown(environ: Mapping[str, str] = os.environ) -> int:
+    """Return the number of tenants with their own metrics.
+
+    Raises:
+        ConfigError: the environment's number cannot work.
+    """
+    text = environ.get(TENANT_METRICS_ENV) or "0"
+    if not text.isdecimal() or int(text) > MAX_TENANTS:
+        raise ConfigError(f"{TENANT_METRICS_ENV} is {quoted(text)}: give a number of tenants, {MAX_TENANTS} at most")
+    return int(text)
+
+
+def shown_tenants(report: Mapping[str, Any], num_tenants: int) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield name and statistics of tenants with their own metrics, then of all others together."""
+    tenants = list(report.get("tenants", {}).items())
+    yield from tenants[:num_tenants]
+    if others := [figures for _, figures in tenants[num_tenants:]]:
+        yield OTHERS, _summed(others)
+
+
+def _summed(figures: list[dict[str, Any]]) -> dict[str, Any]:
+    by_tier = zip(*(each["tiers"] for each in figures), strict=True)
+    return {
+        **{key: sum(each[key] for each in figures) for key in TENANT_SERIES},
+        "tiers": [
+            {"name": tiers[0]["name"], **{key: sum(tier[key] for tier in tiers) for key in TENANT_TIER_SERIES}}
+            for tiers in by_tier
+        ],
+    }
+
 
 _BUILD = ("version", "vllm_version", "policy")
 _SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
@@ -53,7 +88,7 @@ class RAGCachePromMetrics(KVConnectorPromMetrics):
         self._types = metric_types
         extra_config = vllm_config.kv_transfer_config.kv_connector_extra_config
         settings = settings_in_force(extra_config)
-        received.begin(settings, self.observe, [*per_engine_labelvalues])
+        received.begin(settings, self.observe, [*per_engine_labelvalues], vllm_config.scheduler_config.max_num_seqs)
         self._offload = (
             OffloadPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
             if "spec_name" in extra_config and unsupported_reason() is None

@@ -11,13 +11,7 @@ from typing import Any, TypeVar
 
 from ragcache_core.errors import ConfigError, quoted
 from ragcache_core.log import logger_of
-from ragcache_core.recognition import (
-    PolynomialHash,
-    Recognition,
-    Registration,
-    Registry,
-    find_documents,
-)
+from ragcache_core.recognition import PolynomialHash, Recognition, Registration, Registry, find_documents
 from ragcache_core.types import read_acl
 from ragcache_core.vllm_plugin.server.recognition.journal import Change, RegistrationJournal
 from ragcache_core.vllm_plugin.server.recognition.tokenizing import DocumentTokenizer, TokenizedForm

@@ -1,4 +1,4 @@
-"""Start recognition in an API server, and open its journal."""
+"""Start recognition in an API server, open its journal, and register its metrics."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from prometheus_client import Counter, Gauge
+
 from ragcache_core.errors import ConfigError
 from ragcache_core.log import logger_of
 from ragcache_core.recognition import PromptTexts
@@ -15,11 +17,47 @@ from ragcache_core.runtime.tenants import Tenants
 from ragcache_core.vllm_plugin.compat import call_registrations, front_end_of, kv_hints_of
 from ragcache_core.vllm_plugin.server.rank_choice import RankChoice
 from ragcache_core.vllm_plugin.server.recognition.journal import RegistrationJournal
-from ragcache_core.vllm_plugin.server.recognition.metrics import show_metrics
 from ragcache_core.vllm_plugin.server.recognition.service import RecognitionService
 from ragcache_core.vllm_plugin.server.recognition.tokenizing import DocumentTokenizer
 from ragcache_core.vllm_plugin.server.recognition.wrapper import Recogniser, attach
 from ragcache_core.vllm_plugin.settings import PluginSettings
+
+_COUNTERS = {
+    "num_prompts": ("ragcache_plain_prompts", "Prompts of clients that do not name their documents."),
+    "num_recognised": ("ragcache_recognised_documents", "Registered documents recognised in such prompts."),
+    "num_ambiguous": ("ragcache_ambiguous_documents", "Recognised documents whose text several ids have."),
+    "num_unregistered": ("ragcache_unregistered_prompts", "Such prompts without a registered document."),
+    "num_private": ("ragcache_private_prompts", "Such prompts that share no KV, as they may show restricted text."),
+}
+_shown: list[RecognitionMetrics] = []
+
+
+class RecognitionMetrics:
+    """Metrics of one process, in which Prometheus' client allows each name once."""
+
+    def __init__(self) -> None:
+        self._counters = {key: Counter(name, text) for key, (name, text) in _COUNTERS.items()}
+        self._documents = Gauge(
+            "ragcache_registered_documents", "Registered documents of all tenants.", multiprocess_mode="mostrecent"
+        )
+        self._before: dict[str, int] = {}
+
+    def show(self, service: RecognitionService) -> None:
+        """Add a service's counts since the last call."""
+        for key, counter in self._counters.items():
+            now = getattr(service.counts, key)
+            counter.inc(now - self._before.get(key, 0))
+            self._before[key] = now
+        self._documents.set(service.figures()["num_documents"])
+
+
+def show_metrics(service: RecognitionService) -> None:
+    """Export a service's statistics on ``/metrics`` of this process."""
+    if not _shown:
+        _shown.append(RecognitionMetrics())
+    service.on_counted = lambda: _shown[0].show(service)
+    _shown[0].show(service)
+
 
 logger = logger_of(__name__)
 
