@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
 
     from ragcache_core.chunkstore.quantization import NumberType
+    from ragcache_core.config import CompressionName
 
 MATCH_KEYS = ("model_config", "parallel", "holds")
 """Fields that older namespaces of an engine share with its own; weights and vLLM may differ."""
@@ -76,7 +77,8 @@ def _kv_identity(config: OffloadingConfig, engine: str) -> dict[str, str | int]:
             "vLLM's default, or leave disk_bytes out"
         )
     several = {} if len(config.groups) == 1 else {"groups": _groups(vllm_config, config)}
-    approximate = {} if approximate_type(config) is None else {"approximate": "int8"}
+    setting = current_context().settings.compression
+    approximate = {} if approximate_type(config, setting) is None else {"approximate": "int8"}
     return {
         **_model_identity(vllm_config),
         **several,
@@ -93,13 +95,13 @@ def _kv_identity(config: OffloadingConfig, engine: str) -> dict[str, str | int]:
     }
 
 
-def approximate_type(config: OffloadingConfig) -> NumberType | None:
+def approximate_type(config: OffloadingConfig, compression: CompressionName) -> NumberType | None:
     """Return the dtype of KV that lower tiers store in 8 bits (``compression="int8"``); ``None`` for exact KV.
 
     Raises:
         ConfigError: this KV has no 8-bit form.
     """
-    if current_context().settings.compression != "int8":
+    if compression != "int8":
         return None
     dtype = config.model.dtype
     if dtype not in NUMBER_TYPES or len(config.groups) > 1:

@@ -134,7 +134,7 @@ class DiskTier(TransferTier):
                 spec.controller.settings.compression,
                 "RAGCache's disk tier",
                 num_readers=NUM_READERS,
-                number_type=approximate_type(spec.config),
+                number_type=approximate_type(spec.config, spec.controller.settings.compression),
             ),
         )
         self._directory = Path(directory).absolute()

@@ -105,7 +105,7 @@ class SharedTier(TransferTier):
             spec.controller.settings.compression,
             "RAGCache's shared store",
             num_readers=NUM_READERS,
-            number_type=approximate_type(spec.config),
+            number_type=approximate_type(spec.config, spec.controller.settings.compression),
         )
         self._objects = Objects(shared_identity(spec.config), block_bytes, keys, compression)
         self._io = SharedIO(open_remote(url, ttl_s=ttl_s), self._objects, host_memory, max_bytes)

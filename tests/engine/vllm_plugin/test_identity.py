@@ -141,7 +141,7 @@ def test_kv_without_a_form_of_8_bits_is_refused(tmp_path: Path, path: str, value
     engine.set("vllm.kv_transfer_config.kv_connector_extra_config", INT8)
     engine.set(path, value)
     with building(engine.vllm, None), pytest.raises(ConfigError, match=said):
-        approximate_type(engine.offloading)
+        approximate_type(engine.offloading, "int8")
 
 
 @pytest.mark.parametrize("what", CHANGES)
