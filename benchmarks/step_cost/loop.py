@@ -68,12 +68,17 @@ class EngineLoop:
             self._process_output()
 
     def drain(self) -> None:
-        """Step until no request and no copy is left."""
+        """Step until no request, no copy and no write to a disk is left."""
         self.finish_requests()
+        connector = self.scheduler.connector
         for _ in range(3):
-            if self.scheduler.connector is not None:
+            if connector is not None:
                 self.step()
                 self.finish_requests()
+        while hasattr(connector, "tiers") and connector.tiers.has_pending_work():
+            time.sleep(_IDLE_S)
+            self.step()
+            self.finish_requests()
 
     def finish_requests(self) -> None:
         """Step until no request is left; those that wait for a lower tier leave it some time between steps."""

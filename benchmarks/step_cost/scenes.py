@@ -111,7 +111,9 @@ class Prompts:
 
     def __init__(self, loop: EngineLoop, requests: RequestFactory, num_prompts: int | None = None) -> None:
         self._loop, self._requests, self._num_prompts, self._num_made = loop, requests, num_prompts, 0
-        self.run(max(6, 2 * (num_prompts or 0)))
+        for _ in range(max(6, 2 * (num_prompts or 0))):
+            self.run(1)
+            loop.drain()  # else a slow disk may drop what it should hold
 
     def run(self, count: int) -> None:
         for _ in range(count):

@@ -494,7 +494,10 @@ BlockHasher = Callable[[Request], list[BlockHash]]
 
 
 def block_hasher_of(vllm_config: Any, kv_cache_config: Any) -> BlockHasher:
-    """Return a function of the hashes that a request's new full blocks have; the engine core has one like it."""
+    """Return a function of the hashes that a request's new full blocks have; the engine core has one like it.
+
+    Since 0.33 a hash may cover tokens behind its block, but not in an engine with a KV connector.
+    """
     _, tokens_per_hash = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
     algorithm = vllm_config.cache_config.prefix_caching_hash_algo
     hasher: BlockHasher = get_request_block_hasher(tokens_per_hash, get_hash_fn_by_name(algorithm))

@@ -370,7 +370,7 @@ def facts() -> dict[str, object]:
         "seed": [
             compat.hash_seed("sha256") is not None,
             parameters(kv_cache_utils.resolve_none_hash_seed),
-            [parameters(compat.get_request_block_hasher), compat.hash_seed("xxhash")],
+            [parameters(compat.get_request_block_hasher)[:2], compat.hash_seed("xxhash")],
             "prefix_caching_hash_algo" in names(CacheConfig),
         ],
         "prom": [
