@@ -47,15 +47,13 @@ def test_a_model_is_calibrated_with_the_engine_that_will_use_it(
 
 def test_answers_from_kv_of_eight_bits_are_compared_with_exact_ones(demo_model: str, tmp_path: Path) -> None:
     pytest.importorskip("blosc2")
-    methods = ["--compression", "zstd", "--compression", "int8", "--disk-bytes", "256MiB"]
+    methods = ["--compression", "int8", "--disk-bytes", "256MiB"]
     result = CliRunner().invoke(
         cli,
         ["quality", demo_model, "--questions", drawn_questions(tmp_path), *methods, "--json", *SIZES, *VLLM_ARGS],
     )
     assert result.exit_code == 0, result.stderr
     rows = {row["way"]: row for row in json.loads(result.stdout)["summaries"]}
-    exact, packed, approximate = (rows[name] for name in ("prefix caching", "disk, zstd", "disk, int8"))
-    assert packed["num_computed_tokens"] < 0.5 * exact["num_computed_tokens"], "the first engine stored the documents"
-    assert approximate["num_computed_tokens"] == packed["num_computed_tokens"]
-    assert packed["agreement"] == 1.0
+    exact, approximate = (rows[name] for name in ("prefix caching", "disk, int8"))
+    assert approximate["num_computed_tokens"] < 0.5 * exact["num_computed_tokens"], "one engine stored the documents"
     assert approximate["agreement"] > 0.8
