@@ -14,7 +14,7 @@ _PACKAGE = str(Path(ragcache_core.__file__).parent)
 
 
 class InstructionCounter:
-    """Counts the instructions of this thread in functions of :mod:`ragcache_core`, beside those of vLLM.
+    """Counts the instructions of this thread in functions of :mod:`ragcache_core`, without those of vLLM.
 
     Work in C is not counted: a comprehension over all requests is, and ``set(requests)`` is not.
 

@@ -1,7 +1,8 @@
 """Approximate KV in 8 bits a number: 64 neighbouring numbers share a scale.
 
-It is opt-in (``CacheConfig.compression="int8"``). What is read differs from what was written by at most 1/254 of the
-largest of 64 numbers, so an answer may differ from the one that is computed without a cache.
+It is opt-in (``CacheConfig.compression="int8"``). What is read differs from what was written by about 1/254 of the
+largest of 64 numbers at most, and by the rounding of scale and result. So an answer may differ from the one that is
+computed without a cache.
 """
 
 from __future__ import annotations

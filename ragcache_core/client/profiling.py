@@ -322,7 +322,7 @@ def measure_loads(
     holds, and asked again: by how much longer that takes than with KV in the engine is its load.
 
     Raises:
-        EngineError: what left KV memory was not found in host memory, or came in no time that can be told.
+        EngineError: what left KV memory was not found in host memory, or its load took no measurable time.
     """
 
     def fresh(num_tokens: int) -> list[int]:

@@ -128,11 +128,12 @@ _OWN: dict[str, Any] = {
 }
 """vLLM's own methods, which ours call; None where a release has them no more, and the connector runs alone."""
 _CRYPTOGRAPHIC = ("sha256", "sha256_cbor")
-# Statistics of a step that are gauges rather than counts.
+"""Hash algorithms for which vLLM takes a given seed; for others it draws one at each start."""
 _GAUGES = (
     *("num_running_reqs", "num_waiting_reqs", "num_skipped_waiting_reqs", "num_kv_fetch_reqs_by_stage"),
     *("kv_cache_usage", "waiting_lora_adapters", "running_lora_adapters"),
 )
+"""Statistics of a step that are gauges rather than counts."""
 _LEAVES_WEIGHTS = (
     *("compute_weight_checksums", "init_weight_transfer_engine", "shutdown_weight_transfer_engine"),
     *("checkpoint_prepare", "checkpoint_restore", "save_sharded_state", "update_max_model_len", "profile"),

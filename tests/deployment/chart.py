@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -79,8 +78,7 @@ def containers(pod: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 def mib(quantity: str) -> float:
     """Return a quantity of Kubernetes in MiB."""
-    number, unit = re.fullmatch(r"([\d.]+)(Mi|Gi)", quantity).groups()  # type: ignore[union-attr]
-    return float(number) * {"Mi": 1, "Gi": 1024}[unit]
+    return float(quantity[:-2]) * {"Mi": 1, "Gi": 1024}[quantity[-2:]]
 
 
 def size_gib(option: str, arguments: list[str]) -> float:

@@ -133,8 +133,8 @@ def free_port(host: str) -> int:
         return int(probe.getsockname()[1])
 
 
-def check_port_free(host: str, port: int) -> None:
-    """Reject a port in use, and a host that is no address of this machine.
+def check_port_free(host: str, port: int) -> str:
+    """Return the numeric address of ``host``; reject a port in use, and a host that is no address of this machine.
 
     Raises:
         EngineStartError: the port is taken, reserved or not a port; the host is no address of this machine.
@@ -143,6 +143,7 @@ def check_port_free(host: str, port: int) -> None:
         with socket.socket(_family(host)) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind((host, port))
+            return str(probe.getsockname()[0])
     except (OSError, OverflowError) as error:
         if isinstance(error, socket.gaierror) or getattr(error, "errno", None) == errno.EADDRNOTAVAIL:
             raise EngineStartError(
@@ -162,10 +163,10 @@ def claim_port(host: str, port: int) -> socket.socket:
     Raises:
         EngineStartError: another server of RAGCache claims it; as :func:`check_port_free`.
     """
-    check_port_free(host, port)
+    address = check_port_free(host, port)
     claim = socket.socket(socket.AF_UNIX)
     try:
-        claim.bind(f"\0ragcache-port-{host}-{port}")
+        claim.bind(f"\0ragcache-port-{address}-{port}")
     except OSError as error:
         claim.close()
         raise EngineStartError(

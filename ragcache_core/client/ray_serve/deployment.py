@@ -41,7 +41,7 @@ _FRONT: Mapping[str, Any] = {"max_ongoing_requests": 10_000, "ray_actor_options"
 _HEALTH_TIMEOUT_S = 10.0
 _FIGURES_TIMEOUT_S = 5.0
 _ORDER_TIMEOUT_S = 120.0
-"""For so long all replicas' answer waits for one: for its figures, and until it has done what all are told to do."""
+"""Seconds that the answer of all replicas waits for one: for its figures, and until it has carried out a call."""
 _LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=0)
 
 

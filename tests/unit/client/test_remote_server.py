@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 
@@ -16,8 +17,8 @@ from tests.support.scripted_server import ENGINE_DEAD, Reply, ScriptedServer, re
 from tests.support.waiting import until
 
 
-def connect(server: ScriptedServer, **settings: float | bool) -> Engine:
-    return Engine.connect(server.url, api_key=server.api_key, tokenizer=False, **settings)  # type: ignore[arg-type]
+def connect(server: ScriptedServer, **settings: Any) -> Engine:
+    return Engine.connect(server.url, api_key=server.api_key, tokenizer=False, **settings)
 
 
 def test_a_request_waits_until_its_server_is_back(server: ScriptedServer) -> None:

@@ -438,6 +438,9 @@ def test_the_tokens_of_a_prompt_are_waited_for_as_long_as_its_completion(
     """A large model takes longer to load again than its tokenizer may take to answer."""
 
     class BackAfterTheTimeout(NeverBack):
+        began_s = 0.0
+        retry_timeout_s: float | None = None
+
         def health(self) -> Health:
             if self.suspected and time.monotonic() > self.began_s + 1.2:
                 self._health = Health.READY
@@ -445,7 +448,7 @@ def test_the_tokens_of_a_prompt_are_waited_for_as_long_as_its_completion(
             return super().health()
 
     watch = BackAfterTheTimeout("is back later")
-    watch.began_s, watch.retry_timeout_s = time.monotonic(), retry_timeout_s  # type: ignore[attr-defined]
+    watch.began_s, watch.retry_timeout_s = time.monotonic(), retry_timeout_s
     server.url = server.url.replace("/v1/completions", "/v1/ragcache/prompt")
     server.script = [cut, fine]
     assert ask(server, watch, timeout_s=1.0) == b"data: token\n\n"
