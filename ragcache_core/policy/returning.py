@@ -19,6 +19,8 @@ _PRIOR: Final = 4.0
 """Weight of the previous turn's estimate, in turns. Nothing is expected before a second turn."""
 _WINDOW: Final = 4096
 """Turns after which all that was counted counts half."""
+_REFRESHED_AFTER: Final = 128
+"""Turns after which estimates are computed again; below as many turns, after each."""
 _LEAST_LIKELY: Final = 0.05
 _LEAST_RETURNS: Final = 0.25
 """Returns added to each bin of think times, in which none may have been seen yet."""
@@ -96,8 +98,8 @@ class NextTurnModel:
         return self._rates[kind][_bin(num_requests)]
 
     def _forget_estimates(self) -> None:
-        self._shares, self._likely = [], []
-        self._rates.clear()
+        if self._num_turns < _REFRESHED_AFTER or not self._num_turns % _REFRESHED_AFTER:
+            self._shares, self._likely, self._rates = [], [], {}
 
     def _think_time_shares(self) -> list[float]:
         """Return the share of think times in each bin, of all turns that continue."""
