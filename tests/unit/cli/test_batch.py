@@ -10,14 +10,17 @@ import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
 
-from ragcache_core.cli import cli
+from ragcache_core.cli import batch_files, cli
+from ragcache_core.cli.batch_files import AnswerFile
 from ragcache_core.client import Engine
+from ragcache_core.errors import ConfigError
 from ragcache_core.retrieval import DocumentStore
 from ragcache_core.types import Document
 from tests.support.scripted_server import ENGINE_DEAD, Refusal, Reply, ScriptedServer, Seen
@@ -311,6 +314,32 @@ def test_an_output_that_another_run_writes_is_not_touched(
     assert result.exit_code == 1
     assert "is written by another run" in result.stderr
     assert server.requests == []
+
+
+def test_a_run_that_opens_the_output_while_another_replaces_it_loses_no_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output, digests = tmp_path / "out.jsonl", {name: batch_files.digest_of(name) for name in ("one", "two", "three")}
+
+    def answered(name: str) -> dict[str, Any]:
+        return batch_files.to_record(name, digests[name], {"status_code": 200, "body": {"model": "m"}})
+
+    failed = batch_files.to_record("two", digests["two"], error={"code": "500", "message": ""})
+    write(output, answered("one"), failed)  # which a next run takes out of the file
+    first, lock = ExitStack(), fcntl.flock
+
+    def lock_late(file: Any, operation: int) -> None:
+        monkeypatch.setattr(fcntl, "flock", lock)
+        first.enter_context(AnswerFile.open(output, digests)).append(answered("two"))
+        lock(file, operation)
+
+    monkeypatch.setattr(fcntl, "flock", lock_late)
+    with first, pytest.raises(ConfigError, match="is written by another run"):
+        AnswerFile.open(output, digests)
+    with AnswerFile.open(output, digests) as answers:
+        assert set(answers.models) == {"one", "two"}
+        answers.append(answered("three"))
+    assert set(records(output)) == {"one", "two", "three"}
 
 
 def test_what_cannot_work_is_known_before_an_engine_is_started(
