@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,6 +15,7 @@ from ragcache_core.chunkstore.remote import RemoteStore, StoredObject, check_rea
 from ragcache_core.chunkstore.remote.quota import StoreQuota
 from ragcache_core.errors import ConfigError
 from tests.support.shared_stores import S3_ENV, redis_server, s3_server
+from tests.support.waiting import until
 
 NAMES = [f"ragcache/model/{i:03}" for i in range(60)]
 
@@ -183,6 +186,20 @@ def test_a_write_that_was_cut_off_in_a_folder_is_no_object(tmp_path: Path) -> No
     (tmp_path / f"{NAMES[1]}#1").write_bytes(b"cut o")  # obstore writes there, then renames
     assert store.exists(NAMES[:2], is_chain=False) == [True, False]
     assert list(listed(store)) == NAMES[:1]
+
+
+def test_what_killed_writers_left_in_a_folder_is_removed_by_the_next_one(tmp_path: Path) -> None:
+    left, running = (tmp_path / f"{name}#1" for name in NAMES[1:3])
+    open_remote(tmp_path.as_uri()).put([(NAMES[0], b"whole")])
+    for path in (left, running):
+        path.write_bytes(b"cut o")
+    os.utime(left, (0.0, time.time() - 2 * 3600.0))
+    store = open_remote(tmp_path.as_uri())
+    store.put([(NAMES[2], b"whole")])
+    assert until(lambda: not left.exists())
+    assert running.exists()  # another process may be writing it
+    assert list(listed(store)) == [NAMES[0], NAMES[2]]
+    store.close()
 
 
 def test_a_slow_put_delays_no_look_up_and_no_read(monkeypatch: pytest.MonkeyPatch) -> None:
