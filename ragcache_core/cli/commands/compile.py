@@ -185,7 +185,7 @@ def _compile(engine: Engine, plan: WarmingPlan, *, as_json: bool) -> dict[str, o
     """Prefill, wait until the shared store has all blocks, and return the receipt with its counts.
 
     Raises:
-        EngineError: the store did not take all blocks.
+        EngineError: the store did not take all blocks, or had to delete some for them.
     """
     receipt = warm_engine(engine, plan, on_path=lambda _: _wait_for_writes(engine, _MOST_WAITING))
     stats = _wait_for_writes(engine, 0)
@@ -194,6 +194,12 @@ def _compile(engine: Engine, plan: WarmingPlan, *, as_json: bool) -> dict[str, o
         raise EngineError(
             f"the shared store did not take {shared.num_dropped_blocks:,} blocks: the engine's log says why; run it "
             f"again to go on (log: {engine.log_path})"
+        )
+    if shared.num_evicted_blocks:
+        raise EngineError(
+            f"the engine deleted {shared.num_evicted_blocks:,} blocks from the shared store to keep --shared-bytes, "
+            "which may be blocks of this run: raise --shared-bytes or lower --budget, and run it again until it "
+            "deletes none"
         )
     if not as_json:
         click.echo(receipt_line(receipt, plan))
