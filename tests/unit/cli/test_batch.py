@@ -175,16 +175,26 @@ def test_broken_lines_are_reported_and_the_others_answered(server: ScriptedServe
     assert any("not UTF-8 (byte 0xf6" in error for error in errors)
 
 
+@pytest.mark.parametrize(
+    ("reply", "code"),
+    [
+        (Refusal(400, "no"), "400"),
+        (Refusal(200, "no"), "incomplete"),
+        (Reply("Mel ends in", finish_reason="abort"), "incomplete"),
+    ],
+    ids=["refused", "no answer", "cut off"],
+)
 def test_a_request_that_fails_is_repeated_by_the_next_run_and_answers_stay(
-    server: ScriptedServer, questions: Path, store: Path, tmp_path: Path
+    reply: Refusal | Reply, code: str, server: ScriptedServer, questions: Path, store: Path, tmp_path: Path
 ) -> None:
     output = tmp_path / "out.jsonl"
-    server.script(Refusal(400, "no"))
+    server.script(reply)
     first = run(server, questions, store, output, "--max-concurrency", "1")
     assert first.exit_code == 1
     assert "1 requests failed" in first.stderr
     (failed,) = [record for record in records(output).values() if record["error"] is not None]
-    assert failed["error"] == {"code": "400", "message": "no"}
+    assert failed["error"]["code"] == code
+    assert getattr(reply, "message", "Mel ends in") in failed["error"]["message"]
     answered = {name: record for name, record in records(output).items() if record["error"] is None}
     server.clear()
     assert run(server, questions, store, output).exit_code == 0
