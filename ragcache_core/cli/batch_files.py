@@ -234,7 +234,7 @@ def _is_at(file: IO[bytes], path: Path) -> bool:
 def _kept(path: Path, content: bytes, digests: Mapping[str, str]) -> tuple[bytes, dict[str, str]]:
     """Return the answers in ``content``, and the models that gave them."""
     *lines, last = content.split(b"\n")
-    if last and not (last.startswith(_BEGIN) or _BEGIN.startswith(last)):
+    if last.strip(b"\0") and not (last.startswith(_BEGIN) or _BEGIN.startswith(last)):  # zeros: a loss of power
         raise _foreign(path, len(lines) + 1)
     kept, models = [], {}
     for number, line in enumerate(lines, start=1):
