@@ -120,7 +120,8 @@ class LoadedRun(NamedTuple):
 
     def before(self, end: int) -> LoadedRun:
         """Return the blocks with tokens before ``end``."""
-        return self._replace(keys=self.keys[: max(-(-(end - self.first_token) // self.block_tokens), 0)])
+        num_blocks = max(-(-(end - self.first_token) // self.block_tokens), 0)
+        return LoadedRun(self.first_token, self.block_tokens, self.keys[:num_blocks])
 
 
 @dataclass(slots=True, eq=False)
