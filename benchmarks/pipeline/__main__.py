@@ -11,7 +11,6 @@ from collections.abc import Callable
 from benchmarks.command import benchmark
 from benchmarks.pipeline.batch import measure_batch
 from benchmarks.pipeline.exactness import measure_pipeline_exactness
-from benchmarks.pipeline.lookahead import measure_lookahead
 from benchmarks.pipeline.overlap import measure_never_settles, measure_overlap
 from benchmarks.pipeline.queue import measure_reordering
 from benchmarks.report import BenchmarkPlan, Goal, Part
@@ -33,7 +32,6 @@ PARTS: dict[str, Callable[[BenchmarkPlan], Part]] = {
     "overlap": measure_overlap,
     "never-settles": measure_never_settles,
     "reordering": measure_reordering,
-    "look-ahead": measure_lookahead,
     "batch": measure_batch,
     "exactness": measure_pipeline_exactness,
 }
