@@ -118,7 +118,7 @@ class AnswerAudits:
             self._answers[request_id] = replace(answer, is_audited=False)
 
     def forget_weights(self) -> None:
-        """Begin anew for another model, to which the answers that are being computed do not count."""
+        """Start again for another model, to which the answers that are being computed do not count."""
         self.clear()
         self._answers.clear()
         self.guard.forget()
