@@ -50,8 +50,9 @@ def _remove_staged(folder: Path, must_end: threading.Event) -> None:
                 for entry in entries:
                     if must_end.is_set():
                         return
-                    if _STAGED.search(entry.name) and entry.stat(follow_symlinks=False).st_mtime < before_s:
-                        Path(entry.path).unlink(missing_ok=True)
+                    with suppress(FileNotFoundError):  # it has become an object meanwhile
+                        if _STAGED.search(entry.name) and entry.stat(follow_symlinks=False).st_mtime < before_s:
+                            Path(entry.path).unlink()
 
 
 def _has_plain_endpoint() -> bool:
