@@ -497,7 +497,7 @@ class HostTier:
         for at, (node, first), length in self._tree.runs(self.groups.units_of([*compress(keys, is_unit)])):
             if self._tier.slots[node.id] is not None:
                 slots = self._tier.slots_of(node)[first : first + length]
-                if not self._loose:
+                if not (self._loose or self._others.has_groups):
                     rows[at : at + length] = slots
                     continue
                 for place, row in zip(places[at : at + length], slots, strict=True):

@@ -196,6 +196,20 @@ def test_of_windows_and_states_only_what_a_hit_may_need_is_stored() -> None:
     assert host.here(request, WINDOW) == [1, 2, 6, 7, 8], "and one more where a prompt ends"
 
 
+def test_full_attention_blocks_are_found_among_missing_ones_of_other_groups() -> None:
+    host = Host(40)
+    request = host.ask("B")
+    main = [GROUPS.key_of(unit, MAIN) for unit in request.hashes]
+    host.tier.prepare_store(main, request.context)
+    host.tier.complete_store(main, request.context)
+    output = host.tier.prepare_store(request.chunks(), request.context)
+    assert output is not None
+    assert output.keys_to_store
+    assert not set(main) & set(output.keys_to_store)
+    host.tier.complete_store(output.keys_to_store, request.context)
+    host.check()
+
+
 def test_every_group_of_a_document_is_on_the_disk_after_a_new_start(opening: Opening) -> None:
     scene = opening(groups=GROUPS)
     request = stored_on_disk(scene, "BC")
