@@ -27,7 +27,7 @@ from ragcache_core.cli.options import (
 from ragcache_core.cli.output import check_output, output_option, write_output
 from ragcache_core.cli.warming import (
     WarmingPlan,
-    check_sources,
+    check_expectation,
     expectation_options,
     lines_of,
     plan_of,
@@ -45,10 +45,19 @@ if TYPE_CHECKING:
     from ragcache_core.stats import EngineStats, TierStats
 
 _NUM_FORECASTS = 4
+_LEAST_BUDGET_BYTES = 1 << 20
+"""Less than any corpus takes: a size whose unit was left out is refused before a model is loaded."""
 _POLL_S = 0.5
 _STALLED_S = 120.0
 _MOST_WAITING = 1 / 8
 """Share of host memory whose blocks may wait for the store: the engine drops further blocks from a half on."""
+
+
+def _read_budget(context: click.Context, option: click.Parameter, text: str) -> int:
+    budget = read_size(context, option, text)
+    if budget < _LEAST_BUDGET_BYTES:
+        raise click.BadParameter(f"{text!r:.40} is less than 1MiB, and holds no document's KV: write it as 200GiB")
+    return budget
 
 
 def _read_part(_context: click.Context, _option: click.Parameter, text: str) -> tuple[int, int]:
@@ -77,9 +86,9 @@ def _read_part(_context: click.Context, _option: click.Parameter, text: str) -> 
 @click.option(
     "--budget",
     required=True,
-    callback=read_size,
+    callback=_read_budget,
     metavar="SIZE",
-    help="Maximum size of the KV to prefill, such as 200GiB.",
+    help="Maximum size of the KV to prefill, such as 200GiB, before compression.",
 )
 @click.option(
     "--part",
@@ -121,7 +130,8 @@ def compile_(
     of computing it.
 
     Run it again after an interruption, or after 'ragcache index --update': KV that is there is loaded, not computed.
-    KV of a changed document is never found. Exit status 0 means that all picked documents are stored.
+    KV of a changed document is never found. Exit status 0 means that all picked documents are stored, but those that
+    are longer than the context window, which are counted.
     """
     from ragcache_core.client import Engine
 
@@ -130,13 +140,18 @@ def compile_(
     expectation = {name: settings.pop(name) for name in (*names, *of_layout)}
     layout = layout_of(expectation)
     check_vllm_args(vllm_args)
-    check_sources(expectation)
+    check_expectation(expectation)
     check_output("--output", output, filter(None, (expectation["from_log"], expectation["trace"])))
     cache = read_cache_config(cache_config, settings)
     if cache.shared is None:
         raise click.UsageError("Give --shared, where the KV goes, as file:///srv/kv.")
     if cache.chunk_reuse is not None:
         raise click.UsageError("KV for chunk reuse is not in a shared store: leave out --chunk-reuse.")
+    if cache.shared_bytes is not None and budget > cache.shared_bytes:
+        raise click.UsageError(
+            f"--budget is {budget:,} bytes and --shared-bytes {cache.shared_bytes:,}: the engine would delete what it "
+            "has compiled. Lower the one, or raise the other."
+        )
     with open_store(store, expectation["embedder"], read_only=True) as documents:
         expected = with_each_alone(read_expected(documents, expectation), documents.ids())
         with (
