@@ -33,7 +33,6 @@ from ragcache_core.cli.warming import (
     plan_of,
     plan_to_dict,
     read_expected,
-    receipt_line,
     size_text,
     warm_engine,
     with_each_alone,
@@ -211,10 +210,11 @@ def _compile(engine: Engine, plan: WarmingPlan, *, as_json: bool) -> dict[str, o
             f"again to go on (log: {engine.log_path})"
         )
     if not as_json:
-        click.echo(receipt_line(receipt, plan))
+        num_out = receipt.num_left_out
+        left_out = f" ({num_out:,} more do not fit the context window and are left out)" if num_out else ""
         click.echo(
-            f"the shared store has all {shared.num_blocks:,} blocks; {shared.num_hit_tokens:,} tokens were loaded from "
-            "it instead of computed"
+            f"compiled {receipt.num_warmed + receipt.num_cached:,} paths in {receipt.duration_s:.1f} s{left_out}: all "
+            f"their blocks are in the shared store; {shared.num_hit_tokens:,} tokens were loaded from it, not computed"
         )
     counts = {"num_blocks": shared.num_blocks, "num_loaded_tokens": shared.num_hit_tokens}
     return {"receipt": receipt.to_dict(), **counts}

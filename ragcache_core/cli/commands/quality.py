@@ -213,7 +213,9 @@ def quality(
     if compressions:
         options["disk_bytes"] = disk_bytes or DEFAULT_DISK_BYTES
     elif disk_bytes is not None:
-        raise click.UsageError("--disk-bytes is for --compression, which is not given: add it, or leave --disk-bytes out.")
+        raise click.UsageError(
+            "--disk-bytes is for --compression, which is not given: add it, or leave --disk-bytes out."
+        )
     for name in compressions:
         check_compression(name)
     run, alphas = quality_run(model, options, num_shown=num_shown, max_score_loss=max_score_loss)
