@@ -37,7 +37,7 @@ from ragcache_core.cli.warming import (
     warm_engine,
     with_each_alone,
 )
-from ragcache_core.errors import EngineError
+from ragcache_core.errors import ConfigError, EngineError
 
 if TYPE_CHECKING:
     from ragcache_core.client import Engine
@@ -132,6 +132,7 @@ def compile_(
     KV of a changed document is never found. Exit status 0 means that all picked documents are stored, but those that
     are longer than the context window, which are counted.
     """
+    from ragcache_core.chunkstore.remote import check_reachable
     from ragcache_core.client import Engine
 
     names = ("from_log", "trace", "top", "k", "document_order", "embedder", "cost_model")
@@ -151,6 +152,8 @@ def compile_(
             f"--budget is {budget:,} bytes and --shared-bytes {cache.shared_bytes:,}: the engine would delete what it "
             "has compiled. Lower the one, or raise the other."
         )
+    if (why := check_reachable(cache.shared, is_limited=cache.shared_bytes is not None, is_written=True)) is not None:
+        raise ConfigError(f"--shared {cache.shared} takes no KV ({why})")
     with open_store(store, expectation["embedder"], read_only=True) as documents:
         expected = with_each_alone(read_expected(documents, expectation), documents.ids())
         with (
@@ -204,11 +207,6 @@ def _compile(engine: Engine, plan: WarmingPlan, *, as_json: bool) -> dict[str, o
     receipt = warm_engine(engine, plan, on_path=lambda _: _wait_for_writes(engine, _MOST_WAITING))
     stats = _wait_for_writes(engine, 0)
     shared = _tier(stats, "shared")
-    if shared.num_dropped_blocks:
-        raise EngineError(
-            f"the shared store did not take {shared.num_dropped_blocks:,} blocks: the engine's log says why; run it "
-            f"again to go on (log: {engine.log_path})"
-        )
     if not as_json:
         num_out = receipt.num_left_out
         left_out = f" ({num_out:,} more do not fit the context window and are left out)" if num_out else ""
@@ -224,12 +222,17 @@ def _wait_for_writes(engine: Engine, most: float) -> EngineStats:
     """Return the engine's statistics once at most the share ``most`` of host memory waits for the shared store.
 
     Raises:
-        EngineError: nothing was written for two minutes.
+        EngineError: the store did not take a block, or nothing was written for two minutes.
     """
     least, since_s = math.inf, time.monotonic()
     while True:
         stats = engine.stats()
         host, num_waiting = _tier(stats, "host"), stats.num_shared_pending_blocks
+        if num_dropped := _tier(stats, "shared").num_dropped_blocks:
+            raise EngineError(
+                f"the shared store did not take {num_dropped:,} blocks: the engine's log says why; run it again to go "
+                f"on (log: {engine.log_path})"
+            )
         if num_waiting * host.used_bytes <= most * host.capacity_bytes * host.num_blocks:
             return stats
         if num_waiting < least:

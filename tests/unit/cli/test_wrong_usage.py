@@ -55,6 +55,7 @@ IMPOSSIBLE = [
     ("bench --rates 2,1 --output {new}", "ConfigError"),
     ("compile {model} --store {store} --budget 1GiB --shared file:///kv --document-format x", "ConfigError"),
     ("compile {model} --store {store} --budget 1GiB --shared file:///kv --cost-model none", "ConfigError"),
+    ("compile {model} --store {store} --budget 1GiB --shared redis://127.0.0.1:1/0", "ConfigError"),
     ("index {notes} --store {new} --chunk-tokens 100", "ConfigError"),
     ("index {notes} --store {new} --max-file-seconds nan", "ConfigError"),
     ("profile {model} --max-tokens 79", "ConfigError"),
