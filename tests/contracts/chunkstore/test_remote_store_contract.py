@@ -180,6 +180,21 @@ def test_a_folder_is_private_and_one_that_cannot_be_used_is_refused_at_the_start
         check_reachable((tmp_path / "file").as_uri())
 
 
+def test_a_store_that_is_to_be_filled_is_written_at_the_entry_and_nothing_is_left(tmp_path: Path) -> None:
+    assert check_reachable(tmp_path.as_uri(), is_written=True) is None
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+    with redis_server("--maxmemory", "1", "--maxmemory-policy", "noeviction") as server:
+        assert check_reachable(server.url) is None
+        assert "memory" in (check_reachable(server.url, is_written=True) or "")
+    with redis_server() as server:
+        server.client().execute_command(
+            "ACL", "SETUSER", "default", "reset", "on", "nopass", "~ragcache*", "+exists", "+mget"
+        )
+        assert check_reachable(server.url) is None
+        with pytest.raises(ConfigError, match="refuses us"):
+            check_reachable(server.url, is_written=True)
+
+
 def test_a_write_that_was_cut_off_in_a_folder_is_no_object(tmp_path: Path) -> None:
     store = open_remote(tmp_path.as_uri())
     store.put([(NAMES[0], b"whole")])
