@@ -166,10 +166,12 @@ class MixturePolicy(ReplacementPolicy):
             k, uses_above = _PRIOR_USES * self._known_share, parent.frequency
             share = self._document_uses.get(stats.doc_id, 0) / (self._now + self._num_earlier or 1)
             rate *= (uses + k * share) * uses_above / ((uses_above + k) * uses)
+        if uses == 1 and stats.doc_id is not None:  # a first turn's, whose conversation may continue
+            rate += self.returning.rate(1, age) * self._norms[-1]
         return math.log(rate if rate > _LEAST_RATE else _LEAST_RATE)
 
     def bucket(self, stats: NodeStats) -> int:
-        return min(stats.turn, NUM_KINDS)
+        return -min(stats.turn, NUM_KINDS)
 
     def score(self, stats: NodeStats, rank: float, num_requests: int) -> float:
         """Return the rank; for a conversation's history, the expected rate of its next turn."""

@@ -144,9 +144,14 @@ class TierState:
             self._put_aside(node)
             return
         self._refresh_rank(node)
-        bucket = node.owner, self.policy.bucket(node)
-        heappush(self._heaps.setdefault(bucket, []), (self.ranks[node.id], node.updated, node.id))
+        bucket, rank = self.policy.bucket(node), self.ranks[node.id]
+        self._push((node.owner, bucket), (rank, node.updated, node.id))
+        if bucket < 0:
+            self._push((node.owner, -bucket), (-rank, node.updated, node.id))
         self._is_offered[node.id] = 1
+
+    def _push(self, bucket: tuple[Owner, int], entry: _Entry) -> None:
+        heappush(self._heaps.setdefault(bucket, []), entry)
         self.num_entries += 1
 
     def worth(self, node: TreeNode, num_requests: int) -> float:
@@ -182,7 +187,7 @@ class TierState:
         if self.num_entries <= self._max_entries:
             return
         for bucket, heap in list(self._heaps.items()):
-            alive = [entry for entry in heap if self._keep(entry, nodes) is not None]
+            alive = [entry for entry in set(heap) if self._keep(entry, nodes) is not None]
             heapify(alive)
             self._heaps[bucket] = alive
         self.num_entries = sum(len(heap) for heap in self._heaps.values())
@@ -265,7 +270,7 @@ class TierState:
     def _node_of(self, entry: _Entry, nodes: Sequence[TreeNode | None] | dict[int, TreeNode]) -> TreeNode | None:
         rank, updated, node_id = entry
         node = nodes[node_id]
-        if node is None or node.updated != updated or self.ranks[node_id] != rank or not self.is_evictable(node):
+        if node is None or node.updated != updated or abs(self.ranks[node_id]) != abs(rank) or not self.is_evictable(node):
             return None
         return node
 
@@ -319,6 +324,6 @@ class TierState:
     def _keep(self, entry: _Entry, nodes: Sequence[TreeNode | None]) -> TreeNode | None:
         """Return the node of a valid entry; mark another's node to be offered again."""
         node = self._node_of(entry, nodes)
-        if node is None and (now := nodes[entry[2]]) is not None and entry[:2] == (self.ranks[now.id], now.updated):
+        if node is None and (now := nodes[entry[2]]) is not None and (abs(entry[0]), entry[1]) == (abs(self.ranks[now.id]), now.updated):
             self._is_offered[now.id] = 0
         return node
