@@ -28,8 +28,8 @@ _KNOWN_RATE: Final = 0.001
 _SIZE_RATE: Final = 0.01
 _ONCE, _OFTEN, _UNSEEN = 0, 1, 2
 _CLASSES: Final = (_ONCE, _OFTEN)
-_RANK_AGES: Final = (64, 128, 256, 512, 1024, 2048, 4096)
-"""Up to the age at which all memories but the longest have forgotten a use."""
+_RANK_AGES: Final = (64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)
+"""Up to the age at which all memories but the longest have forgotten a use; bins of think times begin there."""
 _LOAD_SPEEDUP: Final = 16.0
 """How many times faster a token's KV is loaded than computed; 16 and more gave the same in simulation."""
 _QUESTION_TOKENS: Final = 32

@@ -146,7 +146,7 @@ class TierState:
         self._refresh_rank(node)
         bucket, rank = self.policy.bucket(node), self.ranks[node.id]
         self._push((node.owner, bucket), (rank, node.updated, node.id))
-        if bucket < 0:
+        if bucket < 0:  # the highest rank first
             self._push((node.owner, -bucket), (-rank, node.updated, node.id))
         self._is_offered[node.id] = 1
 
@@ -268,11 +268,12 @@ class TierState:
         return False
 
     def _node_of(self, entry: _Entry, nodes: Sequence[TreeNode | None] | dict[int, TreeNode]) -> TreeNode | None:
-        rank, updated, node_id = entry
-        node = nodes[node_id]
-        if node is None or node.updated != updated or abs(self.ranks[node_id]) != abs(rank) or not self.is_evictable(node):
-            return None
-        return node
+        node = nodes[entry[2]]
+        return node if node is not None and self._is_current(entry, node) and self.is_evictable(node) else None
+
+    def _is_current(self, entry: _Entry, node: TreeNode) -> bool:
+        """Return whether a node has not changed since it was offered, in either order."""
+        return node.updated == entry[1] and abs(self.ranks[node.id]) == abs(entry[0])
 
     def _first(self, bucket: tuple[Owner, int], nodes: Sequence[TreeNode | None]) -> TreeNode | None:
         heap = self._heaps[bucket]
@@ -324,6 +325,6 @@ class TierState:
     def _keep(self, entry: _Entry, nodes: Sequence[TreeNode | None]) -> TreeNode | None:
         """Return the node of a valid entry; mark another's node to be offered again."""
         node = self._node_of(entry, nodes)
-        if node is None and (now := nodes[entry[2]]) is not None and (abs(entry[0]), entry[1]) == (abs(self.ranks[now.id]), now.updated):
+        if node is None and (now := nodes[entry[2]]) is not None and self._is_current(entry, now):
             self._is_offered[now.id] = 0
         return node
