@@ -10,6 +10,7 @@ from collections.abc import Callable
 from benchmarks.chunks.ablations import measure_ablations
 from benchmarks.chunks.answers import measure_answers, measure_curve
 from benchmarks.chunks.focus import measure_focus
+from benchmarks.chunks.guarded import measure_guarded
 from benchmarks.chunks.layers import measure_layers
 from benchmarks.chunks.load import measure_load
 from benchmarks.chunks.ttft import measure_ttft
@@ -41,6 +42,7 @@ PARTS: dict[str, Callable[[BenchmarkPlan], Part]] = {
     "ablations": measure_ablations,
     "layers": measure_layers,
     "focus": measure_focus,
+    "guarded": measure_guarded,
 }
 
 main = benchmark(

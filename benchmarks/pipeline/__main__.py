@@ -11,9 +11,9 @@ from collections.abc import Callable
 from benchmarks.command import benchmark
 from benchmarks.pipeline.batch import measure_batch
 from benchmarks.pipeline.exactness import measure_pipeline_exactness
-from benchmarks.pipeline.lookahead import measure_lookahead
 from benchmarks.pipeline.overlap import measure_never_settles, measure_overlap
 from benchmarks.pipeline.queue import measure_reordering
+from benchmarks.pipeline.retention import measure_retention
 from benchmarks.report import BenchmarkPlan, Goal, Part
 
 GOALS: dict[str, Goal] = {
@@ -24,6 +24,7 @@ GOALS: dict[str, Goal] = {
     "reorder_ttft_ratio": Goal(">=", 1.5),
     "reorder_p99_ratio": Goal("<=", 1.0),
     "max_overtaken": Goal("<=", 32),
+    "retention_mismatches": Goal("=", 0),
     "pipeline_mismatches": Goal("=", 0),
     "requests_left": Goal("=", 0),
     "tasks_left": Goal("=", 0),
@@ -33,8 +34,8 @@ PARTS: dict[str, Callable[[BenchmarkPlan], Part]] = {
     "overlap": measure_overlap,
     "never-settles": measure_never_settles,
     "reordering": measure_reordering,
-    "look-ahead": measure_lookahead,
     "batch": measure_batch,
+    "retention": measure_retention,
     "exactness": measure_pipeline_exactness,
 }
 

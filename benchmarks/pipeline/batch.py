@@ -31,7 +31,8 @@ from ragcache_core.types import DocId
 
 _T = TypeVar("_T")
 _ENTRIES_OF_A_PAGE = 5
-_K = 4
+NUM_SHOWN = 4
+"""Pages that are retrieved for a question."""
 _WINDOW = 32
 _MAX_SEQS = 8
 _IN_FLIGHT = 16
@@ -40,7 +41,7 @@ _CACHE_TOKENS = 4096
 
 
 @dataclass(frozen=True, slots=True)
-class _Batch:
+class PageBatch:
     """Questions, and the pages that are retrieved for each."""
 
     questions: Sequence[Question]
@@ -48,6 +49,7 @@ class _Batch:
     pages: Mapping[DocId, Document]
 
     def prompts(self, shown: Sequence[Sequence[DocId]]) -> list[list[Mapping[str, object]]]:
+        """Return the messages of each question with the pages ``shown`` to it."""
         layout = PromptLayout()
         pairs = zip(self.questions, shown, strict=True)
         return [layout.messages([self.pages[i] for i in ids], question.text) for question, ids in pairs]
@@ -74,7 +76,7 @@ class _OrderRun:
 
 def measure_batch(plan: BenchmarkPlan) -> Part:
     """Answer one batch in several orders, each from an empty cache; the median of rounds that alternate them."""
-    batch = _make_batch(plan.sized(160, 12), plan.seed)
+    batch = make_page_batch(plan.sized(160, 12), plan.seed)
     num_tokens = {doc_id: len(page.text) for doc_id, page in batch.pages.items()}
     own = batch.prompts(batch.retrieved)
     moved = batch.prompts(arrange_documents(batch.retrieved, num_tokens))
@@ -124,7 +126,7 @@ def _parts(values: Sequence[_T], size: int) -> list[Sequence[_T]]:
     return [values[start : start + size] for start in range(0, len(values), size)]
 
 
-def _make_batch(count: int, seed: int) -> _Batch:
+def make_page_batch(count: int, seed: int) -> PageBatch:
     """Return questions about popular entries, and what a store of pages finds for them."""
     rng = random.Random(seed)
     questions = [next(source) for source in (single_hop(rng), two_hop(rng)) for _ in range(count // 2)]
@@ -135,8 +137,8 @@ def _make_batch(count: int, seed: int) -> _Batch:
     pages = {f"page-{number:03}": Document(f"page-{number:03}", text) for number, text in enumerate(texts)}
     with tempfile.TemporaryDirectory() as folder, DocumentStore.create(Path(folder) / "store", index="flat") as store:
         store.add(pages.values())
-        found = [[d.doc_id for d in store.search(question.text, _K).documents] for question in questions]
-    return _Batch(questions, found, pages)
+        found = [[d.doc_id for d in store.search(question.text, NUM_SHOWN).documents] for question in questions]
+    return PageBatch(questions, found, pages)
 
 
 def _answer(engine: Engine, prompts: Sequence[Sequence[Mapping[str, object]]], order: Sequence[int]) -> _OrderRun:

@@ -21,7 +21,7 @@ _EPILOG = """\b
 Examples:
   python -m benchmarks.server_cost
   python -m benchmarks.server_cost --requests 20 --engine vllm --engine ragcache-host
-  python -m benchmarks.server_cost --at-once 2
+  python -m benchmarks.server_cost --in-flight 1
 """
 _COLUMNS = f"{'ms':>8} {'ratio':>6} {'extra':>8}"
 _HEADER = (
@@ -33,13 +33,17 @@ _HEADER = (
 @click.command(epilog=_EPILOG)
 @click.option("--engine", "engines", multiple=True, type=click.Choice(ENGINES), help="The first is the baseline.")
 @click.option("--requests", default=200, show_default=True, type=click.IntRange(1), help="Of each scene and engine.")
+@click.option(
+    "--in-flight", default=4, show_default=True, type=click.IntRange(1), help="Requests of an engine at once."
+)
 @click.option("--at-once", type=click.IntRange(2), help="Engines that run at once. [default: as many as memory holds]")
 @click.option("--output", default="build/server-cost.json", show_default=True, type=click.Path(path_type=Path))
-def main(engines: tuple[str, ...], requests: int, at_once: int | None, output: Path) -> None:
+def main(engines: tuple[str, ...], requests: int, in_flight: int, at_once: int | None, output: Path) -> None:
     """Measure the processor time of a request in the API server's and the engine core's process.
 
     Prompts have about 3,900 tokens, new or in the GPU KV cache, and answers one token; the model has one layer. The
-    engines take turns. vllm-control is plain vLLM again: its ratio shows the noise. Figures are medians.
+    engines take turns. vllm-control is plain vLLM again: its ratio shows the noise. Figures are medians. With one
+    request in flight an engine becomes idle after each, and RAGCache reports its tiers to the API server each time.
     """
     try:
         groups = group_engines(engines or ENGINES, at_once)  # type: ignore[arg-type]
@@ -53,12 +57,17 @@ def main(engines: tuple[str, ...], requests: int, at_once: int | None, output: P
             bar.update()
 
         tqdm.write(_HEADER)
-        for measured in compare(groups, requests, on_slice):
+        for measured in compare(groups, requests, on_slice, in_flight=in_flight):
             rows += measured
             for row in measured:
                 tqdm.write(_line(row))
             output.parent.mkdir(parents=True, exist_ok=True)
-            report = {**machine(), "requests": requests, "rows": [asdict(each) for each in rows]}
+            report = {
+                **machine(),
+                "requests": requests,
+                "in_flight": in_flight,
+                "rows": [asdict(each) for each in rows],
+            }
             output.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     click.echo(f"written to {output}")
 

@@ -65,7 +65,11 @@ class _Slice:
 
 
 def compare(
-    groups: Sequence[Sequence[EngineName]], num_requests: int, on_slice: Callable[[str], None]
+    groups: Sequence[Sequence[EngineName]],
+    num_requests: int,
+    on_slice: Callable[[str], None],
+    *,
+    in_flight: int = 1,
 ) -> Iterator[list[ServerCost]]:
     """Yield the rows of each scene, group by group of :func:`group_engines`.
 
@@ -75,11 +79,13 @@ def compare(
         groups: engines that run at once; the first of each is the baseline.
         num_requests: requests of each scene and engine.
         on_slice: called after each slice with the name of the scene.
+        in_flight: requests of one engine at once. An engine that becomes idle after each request reports its tiers
+            after each, and not once a second.
     """
     for number, group in enumerate(groups):
         with _launched(group, num_requests) as running:
             for scene in SCENES:
-                rows = _rows(scene, _measure(running, scene, num_requests, on_slice), num_requests)
+                rows = _rows(scene, _measure(running, scene, num_requests, on_slice, in_flight), num_requests)
                 yield rows if number == 0 else rows[1:]
 
 
@@ -123,15 +129,19 @@ def _launched(engines: Sequence[EngineName], num_requests: int) -> Iterator[dict
 
 
 def _measure(
-    running: dict[EngineName, MeasuredEngine], scene: ServerScenario, num_requests: int, on_slice: Callable[[str], None]
+    running: dict[EngineName, MeasuredEngine],
+    scene: ServerScenario,
+    num_requests: int,
+    on_slice: Callable[[str], None],
+    in_flight: int,
 ) -> dict[EngineName, list[_Slice]]:
     slices: dict[EngineName, list[_Slice]] = {name: [] for name in running}
     for engine in running.values():
-        _ask(engine, scene, range(scene.num_warm_up))
+        _ask(engine, scene, range(scene.num_warm_up), in_flight)
     start = scene.num_warm_up
     for number, size in enumerate(_slice_sizes(num_requests)):
         for name in running if number % 2 == 0 else reversed(running):
-            slices[name].append(_ask(running[name], scene, range(start, start + size)))
+            slices[name].append(_ask(running[name], scene, range(start, start + size), in_flight))
             on_slice(scene.name)
         start += size
     return slices
@@ -141,16 +151,16 @@ def _slice_sizes(num_requests: int) -> list[int]:
     return [min(_SLICE, num_requests - start) for start in range(0, num_requests, _SLICE)]
 
 
-def _ask(engine: MeasuredEngine, scene: ServerScenario, numbers: range) -> _Slice:
+def _ask(engine: MeasuredEngine, scene: ServerScenario, numbers: range, in_flight: int) -> _Slice:
     requests = [scene.make_request(number) for number in numbers]
     is_plain = not (engine.sends_documents and scene.sends_documents)
-    before, cached = engine.cpu_times(), 0
-    for request in requests:
-        cached += engine.client.ask(request, is_plain=is_plain).num_cached_tokens
+    before = engine.cpu_times()
+    answers = engine.client.ask_all(requests, in_flight=in_flight, is_plain=is_plain)
     time.sleep(_QUIET_S)
     used = engine.cpu_times() - before
     count = len(requests)
-    return _Slice(CpuTimes(used.api_server / count, used.engine_core / count), cached / count)
+    cached_tokens = statistics.fmean(answer.num_cached_tokens for answer in answers)
+    return _Slice(CpuTimes(used.api_server / count, used.engine_core / count), cached_tokens)
 
 
 def _rows(scene: ServerScenario, slices: dict[EngineName, list[_Slice]], num_requests: int) -> list[ServerCost]:

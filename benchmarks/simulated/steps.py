@@ -176,10 +176,6 @@ class SteppedCache(BlockCache):
         super()._free(run)
         self._begun.remove(run)
 
-    def _protect(self, run: BlockRun, keys: Sequence[int]) -> None:
-        if self._knows_documents:
-            super()._protect(run, keys)
-
     def _num_storable_blocks(self, run: BlockRun) -> int:
         if self._knows_documents or self._host is None:
             return super()._num_storable_blocks(run)

@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 from benchmarks.command import benchmark
 from benchmarks.report import BenchmarkPlan, Goal, Part
+from benchmarks.tiers.compiled import measure_compiled
 from benchmarks.tiers.compression import measure_compression
 from benchmarks.tiers.disk_ttft import measure_disk_ttft
 from benchmarks.tiers.exactness import measure_exactness
@@ -37,6 +38,7 @@ GOALS: dict[str, Goal] = {
     "idle_throughput_ratio_30m": Goal(">=", 0.97),
     "disk_ttft_mismatches": Goal("=", 0),
     "compressed_bytes_auto": Goal("<=", 0.8),
+    "compiled_mismatches": Goal("=", 0),
     "shared_ttft_ratio": Goal("<=", 0.25),
     "shared_mismatches": Goal("=", 0),
     "shared_dead_excess_s": Goal("<=", 0.2),
@@ -50,6 +52,7 @@ PARTS: dict[str, Callable[[BenchmarkPlan], Part]] = {
     "disk-ttft": measure_disk_ttft,
     "shared-ttft": measure_shared_ttft,
     "compression": measure_compression,
+    "compiled": measure_compiled,
     "idle": measure_idle,
     "idle-30m": measure_idle_large,
 }

@@ -1,4 +1,4 @@
-"""Exactness of mixed requests: tenants, encryption, compression, hints, aborts, kills, forgets, pins, chunk reuse."""
+"""Exactness of mixed requests: tenants, encryption, compression, hints, a batch, aborts, kills, forgets, chunks."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from benchmarks.engines import BLOCK_SIZE, block_bytes, kill_engine_core, launch
 from benchmarks.report import BenchmarkPlan, Figure, Part
 from benchmarks.tiers.exactness import NUM_DOCUMENTS, mismatches, plain_answers
 from benchmarks.token_client import TokenAnswer, TokenClient
+from ragcache_core.batch_order import order_requests
 from ragcache_core.bench.prompts import TokenRequest
 from ragcache_core.client import Engine
 from ragcache_core.config import CacheConfig, ChunkReuse
@@ -45,7 +46,7 @@ def measure_mixed(plan: BenchmarkPlan) -> Part:
     A seventh of the requests reuses chunks, which is approximate: their answers are not compared. They use the same
     documents and the same memory as the others, whose answers must stay exact. A twelfth is aborted after the first
     token. Document KV is forgotten, pinned and prefetched between answers. The engine's core is killed twice, and the
-    engine is restarted once.
+    engine is started three times; the last third is sent in the order of an offline batch.
     """
     requests, expected = plain_answers(plan, plan.sized(2000, 40), enable_prefix_caching=False)
     with tempfile.TemporaryDirectory(prefix="ragcache-bench-") as folder:
@@ -53,7 +54,7 @@ def measure_mixed(plan: BenchmarkPlan) -> Part:
         third = len(requests) // 3
         answers = run.answer(requests[:third], first=0, is_killed=True)
         answers += run.answer(requests[third : 2 * third], first=third, is_killed=True)
-        answers += run.answer(requests[2 * third :], first=2 * third, is_killed=False)
+        answers += run.answer(requests[2 * third :], first=2 * third, is_killed=False, is_batch=True)
     counts = run.counts
     compared = [i for i, answer in enumerate(answers) if answer is not None]
     found = [answer for answer in answers if answer is not None]
@@ -96,14 +97,21 @@ class _MixedRun:
         self._cache = cache
         self._counting = threading.Lock()
 
-    def answer(self, requests: Sequence[TokenRequest], *, first: int, is_killed: bool) -> list[TokenAnswer | None]:
+    def answer(
+        self, requests: Sequence[TokenRequest], *, first: int, is_killed: bool, is_batch: bool = False
+    ) -> list[TokenAnswer | None]:
         """Return the answers of one engine; ``None`` for an aborted request, and for one that reuses chunks.
 
         Args:
             requests: what is sent; at most 14 at a time.
             first: the number of the first request, which decides what kind each is.
             is_killed: kill the engine's core after half of the answers.
+            is_batch: send them in the order of an offline batch.
         """
+        order = list(range(len(requests)))
+        if is_batch:
+            order = order_requests([("tokens", request.token_ids) for request in requests])
+            self.counts["batched"] = len(order)
         self._plan.report(f"mixed: starting the engine for requests {first} to {first + len(requests) - 1}")
         with (
             launch(self._plan.model, self._cache, max_model_len=1024, max_num_batched_tokens=128) as engine,
@@ -121,8 +129,8 @@ class _MixedRun:
                 self._disturb(engine, count, is_killed and count == len(requests) // 2)
                 return answer
 
-            sent = [pool.submit(send, first + i, request) for i, request in enumerate(requests)]
-            answers = [future.result() for future in sent]
+            sent = {i: pool.submit(send, first + i, requests[i]) for i in order}
+            answers = [sent[i].result() for i in range(len(requests))]
             self._read_counters(engine)
             self.counts["restarts"] += engine.num_restarts()
         return answers

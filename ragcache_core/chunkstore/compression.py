@@ -88,8 +88,11 @@ def pack(method: Packing, payload: Buffer) -> memoryview:
     return memoryview(packed)
 
 
-def unpack(packed: Buffer, target: memoryview) -> bool:
-    """Decompress a frame into ``target`` and return ``True``; ``False`` if it is not a frame of this size."""
+def unpack(packed: Buffer, target: memoryview, *, is_approximate: bool = False) -> bool:
+    """Decompress a frame into ``target`` and return ``True``; ``False`` if it is not a frame of this size.
+
+    A frame of 8-bit numbers is none, unless ``is_approximate``: exact KV never comes from one.
+    """
     library, _ = _library()
     try:
         num_bytes, num_packed, _ = library.get_cbuffer_sizes(packed)
@@ -97,7 +100,7 @@ def unpack(packed: Buffer, target: memoryview) -> bool:
             return False
         if num_bytes == target.nbytes:
             library.decompress2(packed, dst=np.frombuffer(target, np.uint8), nthreads=1)
-        elif num_bytes in quantised_sizes(target.nbytes):
+        elif is_approximate and num_bytes in quantised_sizes(target.nbytes):
             quantised = np.empty(num_bytes, np.uint8)
             library.decompress2(packed, dst=quantised, nthreads=1)
             return dequantise(quantised, target)
@@ -134,6 +137,7 @@ class Compression:
 
     Attributes:
         is_on: whether chunks may be packed.
+        is_approximate: whether frames of 8-bit numbers are read, as ``int8`` writes them.
         chunks_per_slot: how many times the chunks that fit uncompressed a tier may hold.
     """
 
@@ -165,6 +169,7 @@ class Compression:
                 self.stop(f"blosc2 cannot be imported ({error})")
         elif setting == "auto":
             self.stop(f"to compress it, {HINT}")
+        self.is_approximate = setting == "int8"
         self._names = ("lz4", "zstd") if setting == "auto" else (setting,)
         self._is_auto = setting == "auto"
         self.chunks_per_slot = _CHUNKS_PER_SLOT_INT8 if setting == "int8" else _CHUNKS_PER_SLOT
@@ -218,8 +223,9 @@ class Compression:
 class FrameBuffers:
     """A thread's memory for frames until they are decompressed."""
 
-    def __init__(self, chunk_bytes: int) -> None:
+    def __init__(self, chunk_bytes: int, *, is_approximate: bool) -> None:
         self._chunk_bytes = chunk_bytes
+        self._is_approximate = is_approximate
         self._own = threading.local()
 
     def records(self, lengths: Sequence[int], targets: Sequence[memoryview]) -> list[memoryview]:
@@ -237,7 +243,7 @@ class FrameBuffers:
 
     def unpack(self, record: memoryview, target: memoryview) -> bool:
         """Return whether ``target`` has the chunk of a record, after decompressing a frame into it."""
-        return len(record) == self._chunk_bytes or unpack(record, target)
+        return len(record) == self._chunk_bytes or unpack(record, target, is_approximate=self._is_approximate)
 
 
 def _measure(method: Packing, sample: Sequence[memoryview]) -> PackingSpeed:

@@ -17,6 +17,7 @@ NUMBER_TYPES: Final = get_args(NumberType)
 _PER_SCALE: Final = 64
 """Numbers with one scale: a head's vector, or half of one."""
 _LARGEST: Final = 127
+_LARGEST_FLOAT16: Final = float(np.finfo(np.float16).max)
 
 
 def quantise(payload: Any, number_type: NumberType) -> bytes | None:
@@ -83,4 +84,6 @@ def _bytes_of(rows: np.ndarray, number_type: NumberType) -> np.ndarray:
         bits = rows.view(np.uint32)
         halves = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16  # to the nearest, ties to even
         return halves.astype(np.uint16).reshape(-1).view(np.uint8)
+    if number_type == "float16":
+        rows = rows.clip(-_LARGEST_FLOAT16, _LARGEST_FLOAT16)  # a scale that was rounded up leads beyond
     return rows.astype(np.float32 if number_type == "float32" else np.float16).reshape(-1).view(np.uint8)

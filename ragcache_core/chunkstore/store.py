@@ -106,7 +106,7 @@ class ChunkStore:
             keys: encrypt chunks with the first of them, and read what any of them has encrypted; what the directory
                 holds unencrypted, of any identity, is deleted. None: they are not encrypted. The index never is.
             compression: packs chunks before they are written. None: they are written as they are. What is there is
-                read with either, and stays as it is.
+                read with either, and stays as it is; only 8-bit numbers are a miss unless it is ``int8``.
 
         Raises:
             CacheLockedError, CacheVersionError, CacheCapacityError, CacheWriteError
@@ -127,7 +127,8 @@ class ChunkStore:
         self._readers = Readers()
         self._num_damaged = self._num_read_errors = self._num_resets = 0
         self._compression = compression
-        self._frames = FrameBuffers(chunk_bytes)
+        is_approximate = compression is not None and compression.is_approximate
+        self._frames = FrameBuffers(chunk_bytes, is_approximate=is_approximate)
         with ExitStack() as opened:
             with changing(directory):
                 opened.callback(enter(self.path).release)

@@ -208,19 +208,33 @@ def _open_locked(path: Path) -> IO[bytes]:
         raise ConfigError(
             f"{path} is not a regular file, so an interrupted run could not be continued: name another --output"
         )
-    file = open(path, "a+b", opener=open_private)  # noqa: SIM115  (the caller closes it)
+    while True:
+        file = open(path, "a+b", opener=open_private)  # noqa: SIM115  (the caller closes it)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if _is_at(file, path):
+                return file
+        except BlockingIOError as error:
+            file.close()
+            raise ConfigError(f"{path} is written by another run: wait until it is done, or name another") from error
+        except BaseException:
+            file.close()
+            raise
+        file.close()  # another run has replaced the file since, and what is written to this one is lost
+
+
+def _is_at(file: IO[bytes], path: Path) -> bool:
+    """Return whether ``path`` is the open file."""
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        file.close()
-        raise ConfigError(f"{path} is written by another run: wait until it is done, or name another") from error
-    return file
+        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+    except FileNotFoundError:
+        return False
 
 
 def _kept(path: Path, content: bytes, digests: Mapping[str, str]) -> tuple[bytes, dict[str, str]]:
     """Return the answers in ``content``, and the models that gave them."""
     *lines, last = content.split(b"\n")
-    if last and not (last.startswith(_BEGIN) or _BEGIN.startswith(last)):
+    if last.strip(b"\0") and not (last.startswith(_BEGIN) or _BEGIN.startswith(last)):  # zeros: a loss of power
         raise _foreign(path, len(lines) + 1)
     kept, models = [], {}
     for number, line in enumerate(lines, start=1):

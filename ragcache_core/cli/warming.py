@@ -143,12 +143,15 @@ expectation_options = together(
 """Options for expected requests (:func:`read_expected`), the prompt layout and the cost model."""
 
 
-def check_sources(settings: Mapping[str, Any]) -> None:
-    """Refuse more than one source of expected requests.
+def check_expectation(settings: Mapping[str, Any]) -> None:
+    """Refuse more than one source of expected requests, and a cost model that is not there.
 
     Raises:
-        click.UsageError: with the options that were given.
+        click.UsageError: with the sources that were given. ConfigError: the cost model cannot be read.
     """
+    from ragcache_core.sim.testbeds import load_testbed
+
+    load_testbed(settings["cost_model"])
     sources = [name for name in ("from_log", "trace", "top") if settings[name] is not None]
     if len(sources) > 1:
         names = " and ".join(f"--{name.replace('_', '-')}" for name in sources)

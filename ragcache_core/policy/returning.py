@@ -19,8 +19,8 @@ _PRIOR: Final = 4.0
 """Weight of the previous turn's estimate, in turns. Nothing is expected before a second turn."""
 _WINDOW: Final = 4096
 """Turns after which all that was counted counts half."""
-_REFRESHED_AFTER: Final = 128
-"""Turns after which estimates are computed again; below as many turns, after each."""
+_TURNS_PER_NEW: Final = 64
+"""Counted turns for one new turn or return that the estimates leave out."""
 _LEAST_LIKELY: Final = 0.05
 _LEAST_RETURNS: Final = 0.25
 """Returns added to each bin of think times, in which none may have been seen yet."""
@@ -44,7 +44,7 @@ class NextTurnModel:
         self._num_aged = [[0.0] * _NUM_BINS for _ in range(NUM_KINDS)]
         self._ageing: list[deque[tuple[int, int]]] = [deque() for _ in range(_NUM_BINS)]
         """Turns, as request and kind, by the first bin whose middle they have not reached."""
-        self._num_turns = 0
+        self._num_turns = self._num_new = 0
         self._shares: list[float] = []
         self._likely: list[float] = []
         self._rates: dict[int, list[float]] = {}
@@ -98,8 +98,12 @@ class NextTurnModel:
         return self._rates[kind][_bin(num_requests)]
 
     def _forget_estimates(self) -> None:
-        if self._num_turns < _REFRESHED_AFTER or not self._num_turns % _REFRESHED_AFTER:
-            self._shares, self._likely, self._rates = [], [], {}
+        """Compute the estimates again once the counts have grown by enough to change them."""
+        self._num_new += 1
+        if self._num_new > self._num_turns // _TURNS_PER_NEW:
+            self._num_new = 0
+            self._shares, self._likely = [], []
+            self._rates.clear()
 
     def _think_time_shares(self) -> list[float]:
         """Return the share of think times in each bin, of all turns that continue."""

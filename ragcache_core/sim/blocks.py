@@ -48,7 +48,6 @@ class BlockRun:
     prompt: PromptBlocks
     request: TracedRequest
     number: int | None
-    num_protected: int = 0
     tiers: list[Tier] = field(default_factory=list)
     num_computed: int = 0
     num_answered: int = 0
@@ -74,7 +73,7 @@ class BlockCache:
 
     For a request, in this order:
 
-    1. its path is put into the tree, and protected where that would be half of the GPU at most (:meth:`enter`);
+    1. its path is put into the tree (:meth:`enter`);
     2. it hits what the GPU has from the first block on, but for its last token's block, and then what host and disk
        have. It gets its blocks: spare ones, then evicted ones. What was hit below the GPU is copied into some of them
        (:meth:`begin`, :meth:`load`);
@@ -120,7 +119,6 @@ class BlockCache:
         self._gpu = GPUBlocks(self._tree, num_gpu, self.block_size)
         disk = DiskBlocks(self._tree, num_disk) if num_disk else None
         self._host = HostBlocks(self._tree, num_host, disk) if num_host else None
-        self._num_protectable = num_gpu // 2
         num_retained = int(options.retained_share * min(each for each in (num_gpu, num_host, num_disk) if each))
         self._retention = Retention(self._tree, lambda _: num_retained)
         self._next_turn_s = None if trace is None or not options.retain_s else _next_turn_s(trace)
@@ -198,7 +196,7 @@ class BlockCache:
     # A request's way
 
     def enter(self, request: TracedRequest, number: int | None) -> BlockRun:
-        """Return a queued request, whose hits are protected. Without a number it is a prefix of documents.
+        """Return a queued request. Without a number it is a prefix of documents.
 
         Raises:
             ConfigError: the GPU has not enough blocks for it, as vLLM would refuse it.
@@ -211,9 +209,6 @@ class BlockCache:
         run = BlockRun(prompt, request, number)
         if prompt.path:
             self._tree.retain(prompt.path[-1].keys[-1])
-        keys = prompt.keys[: prompt.num_prompt_tokens // self.block_size]
-        if keys:
-            self._protect(run, keys)
         return run
 
     def begin(self, run: BlockRun, max_tokens: int = sys.maxsize, *, loads_by_layer: bool = False) -> None:
@@ -247,7 +242,6 @@ class BlockCache:
             self._gpu.take(run.held, len(below))
         else:
             self._fill(run, min(num_tokens, run.num_computed + max_tokens))
-        self._unprotect(run)
         self._count_access(run)
 
     def load(self, run: BlockRun) -> None:
@@ -319,18 +313,6 @@ class BlockCache:
     def _free(self, run: BlockRun) -> None:
         self._gpu.free(run.held)
         run.held = HeldBlocks()
-
-    def _protect(self, run: BlockRun, keys: Sequence[int]) -> None:
-        if len(keys) <= self._num_protectable:
-            self._tree.protect(keys[-1])
-            run.num_protected = len(keys)
-            self._num_protectable -= len(keys)
-
-    def _unprotect(self, run: BlockRun) -> None:
-        if run.num_protected:
-            self._tree.unprotect(run.prompt.keys[run.num_protected - 1])
-            self._num_protectable += run.num_protected
-            run.num_protected = 0
 
     def _fill(self, run: BlockRun, num_tokens: int) -> None:
         """Give a request blocks for the first ``num_tokens`` of its prompt."""

@@ -43,7 +43,7 @@ class TieredTree(PrefixTree):
     Attributes:
         tiers: by :class:`~ragcache_core.types.Tier`.
         num_requests: number of counted requests since the start.
-        protected_keys: units that queued requests will hit, with the number of such requests.
+        protected_keys: units that are pinned or retained, with the number of calls of :meth:`protect`.
         protected: number of these units in a node or below it, by node id; such a node is evicted last.
         replicated: nodes whose copy in host memory is evicted last, by node id, with their units.
         num_replicated_units: units of all replicated nodes.
@@ -134,7 +134,7 @@ class TieredTree(PrefixTree):
     def protect(self, key: Hashable) -> None:
         """Keep the nodes from the root to the unit ``key`` in the tree, and evict them last, until :meth:`unprotect`.
 
-        A waiting request will hit them. Where nothing else is left they go all the same, the lowest-ranked first.
+        Where nothing else is left they go all the same, the lowest-ranked first.
         """
         self.protected_keys[key] = self.protected_keys.get(key, 0) + 1
         last = self._node_of(key)

@@ -89,7 +89,6 @@ class BuildContext:
             prefill_cost=measured or PrefillCostModel.default(),
             is_profiled=measured is not None,
             tiers=tiers,
-            max_protected_units=num_blocks // groups.blocks_per_unit // 2,
             has_room=self.has_room,
             chunks=self.chunks,
             groups=groups,

@@ -88,7 +88,6 @@ from vllm.v1.kv_offload.base import (
     OffloadingEvent,
     OffloadingManager,
     OffloadingWorker,
-    OffloadKey,
     PrepareStoreOutput,
     ReqContext,
     RequestOffloadingContext,
@@ -96,7 +95,6 @@ from vllm.v1.kv_offload.base import (
     TierFilter,
     TierMatcher,
     TransferResult,
-    get_offload_block_hash,
 )
 from vllm.v1.kv_offload.config import OffloadingConfig
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec, CPUOffloadingMetrics
@@ -172,7 +170,6 @@ __all__ = [
     "LookupResult",
     "MambaSpec",
     "Medium",
-    "OffloadKey",
     "OffloadPromMetrics",
     "OffloadingConfig",
     "OffloadingConnector",
@@ -228,7 +225,6 @@ __all__ = [
     "get_block_hash",
     "get_forward_context",
     "get_group_id",
-    "get_offload_block_hash",
     "get_offloading_event_group_spec",
     "hash_seed",
     "in_forward",

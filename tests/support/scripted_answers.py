@@ -60,7 +60,8 @@ class Reply:
 
     ``wait_s`` passes before the first token and ``token_wait_s`` before each further one; both end at once when the
     client hangs up. ``cut_after_tokens`` closes the connection in the middle of the answer; ``error_after_tokens``
-    sends an event with an error there, if the answer is streamed, and nothing of the text after it.
+    sends an event with an error there, if the answer is streamed, and nothing of the text after it. ``finish_reason``
+    replaces the one that follows from the request.
     """
 
     text: str = ""
@@ -70,6 +71,7 @@ class Reply:
     token_wait_s: float = 0.0
     cut_after_tokens: int | None = None
     error_after_tokens: int | None = None
+    finish_reason: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

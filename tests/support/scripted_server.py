@@ -498,7 +498,7 @@ class _Handler(BaseHTTPRequestHandler):
         calls = [{"id": f"call-{request_id}-{i}", "type": "function",
                   "function": {"name": name, "arguments": json.dumps(arguments, ensure_ascii=False)}}
                  for i, (name, arguments) in enumerate(answer.tool_calls)]  # fmt: skip
-        finish_reason = "tool_calls" if calls else finish_reason
+        finish_reason = answer.finish_reason or ("tool_calls" if calls else finish_reason)
         is_chat = self.path == "/v1/chat/completions"
         response_id = f"{'chatcmpl' if is_chat else 'cmpl'}-{self.server_of.name}{request_id}"
         num_output_tokens = len(pieces) + sum(len(c["function"]) for c in calls)

@@ -27,7 +27,7 @@ from vllm.v1.kv_cache_interface import (
     MambaSpec,
     SlidingWindowSpec,
 )
-from vllm.v1.kv_offload.base import CanonicalKVCacheRef, CanonicalKVCacheTensor, TierFilter
+from vllm.v1.kv_offload.base import CanonicalKVCacheRef, CanonicalKVCacheTensor, TierFilter, get_offload_block_hash
 from vllm.v1.kv_offload.config import OffloadingGroupConfig, OffloadingParallelConfig
 from vllm.v1.kv_offload.tiering.base import JobResult
 from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
@@ -146,7 +146,7 @@ def facts() -> dict[str, object]:
         "tier_factory": "module_path" in inspect.getsource(SecondaryTierFactory),
         "job": names(compat.TransferJob),
         "result": names(JobResult),
-        "offload_key": compat.get_offload_block_hash(b"hash" + bytes(4)) == b"hash",
+        "offload_key": get_offload_block_hash(b"hash" + bytes(4)) == b"hash",
         "worker": {
             name: parameters(getattr(compat.OffloadingWorker, name))
             for name in ("submit_store", "submit_load", "get_finished", "wait", "shutdown")

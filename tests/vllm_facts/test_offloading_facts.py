@@ -99,7 +99,7 @@ def test_vllms_own_tiers_take_what_ours_asks(facts: dict[str, Any]) -> None:
     assert facts["result"] == ["job_id", "success", "successful_keys", "transfer_time", "transfer_bytes"], (
         "VLLMTier reads results"
     )
-    assert facts["offload_key"], "a key is no longer hash + 4 bytes of group: see kv_groups.unit_of()"
+    assert facts["offload_key"], "a key is no longer hash + 4 bytes of group: see KVGroups.offload_keys()"
 
 
 def test_the_copying_worker_stands_in_for_vllms(facts: dict[str, Any], since: Since) -> None:

@@ -75,6 +75,9 @@ class RemoteStore(Protocol):
         ...
 
 
+_WRITTEN = "ragcache/check"
+
+
 def open_remote(url: str, *, ttl_s: float | None = None, timeout_s: float = TIMEOUT_S) -> RemoteStore:
     """Return the store at a URL, without sending a request.
 
@@ -109,12 +112,13 @@ def open_remote(url: str, *, ttl_s: float | None = None, timeout_s: float = TIME
         raise ConfigError(f"shared is {url!r:.80}, which cannot be used ({error}): correct it") from error
 
 
-def check_reachable(url: str, *, is_limited: bool = False) -> str | None:
+def check_reachable(url: str, *, is_limited: bool = False, is_written: bool = False) -> str | None:
     """Send a request to the store at a URL; return why it does not answer, or ``None``.
 
     Args:
         url: of the store.
         is_limited: whether its objects are to be listed, too.
+        is_written: whether it has to take an object, which is deleted again.
 
     Raises:
         ConfigError: it cannot work, its client is not installed, or the store refuses us.
@@ -124,6 +128,9 @@ def check_reachable(url: str, *, is_limited: bool = False) -> str | None:
         store.ping()
         if is_limited:
             store.check_list()
+        if is_written:
+            store.put([(_WRITTEN, b"")])
+            store.delete([_WRITTEN])
     except Exception as error:  # whatever a client raises
         if store.is_refused(error):
             raise ConfigError(f"the shared store {url} refuses us ({brief(error)}): {store.cure_of(error)}") from error

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
+import threading
+import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -20,7 +23,9 @@ from ragcache_core.errors import ConfigError
 from ragcache_core.private_files import make_private_folder
 
 _NUM_AT_ONCE = 8
-
+_STAGED = re.compile(r"#\d+$")
+"""The end of the names that obstore gives files until they are whole."""
+_STAGED_S = 3600.0
 
 _FOLDER_HINT = "see that the folder is mounted and writable, and that its disk has space"
 
@@ -36,6 +41,20 @@ def _folder(path: Path) -> LocalStore:
         raise ConfigError(f"the shared folder {path} cannot be used ({error.strerror}): {_FOLDER_HINT}") from error
 
 
+def _remove_staged(folder: Path, must_end: threading.Event) -> None:
+    """Remove what killed processes left half-written: no list shows it, so no limit and no deletion reaches it."""
+    before_s = time.time() - _STAGED_S
+    with suppress(OSError):  # the rest stays until another start
+        for namespace in folder.iterdir():
+            with os.scandir(namespace) as entries:
+                for entry in entries:
+                    if must_end.is_set():
+                        return
+                    with suppress(FileNotFoundError):  # it has become an object meanwhile
+                        if _STAGED.search(entry.name) and entry.stat(follow_symlinks=False).st_mtime < before_s:
+                            Path(entry.path).unlink()
+
+
 def _has_plain_endpoint() -> bool:
     endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or ""
     return endpoint.startswith("http://")
@@ -47,12 +66,16 @@ class ObjectStore:
     Args:
         store: a store of obstore.
         hint: the hint of errors when the store does not answer.
+        folder: of a store in a folder. What killed processes left there half-written is removed, when it is an hour old
+            and the first object is put.
     """
 
-    def __init__(self, store: Any, *, hint: str = "see that the store answers") -> None:
+    def __init__(self, store: Any, *, hint: str = "see that the store answers", folder: Path | None = None) -> None:
         """Start separate threads for queries, reads and writes."""
         self._store = store
         self._hint = hint
+        self._to_tidy = folder
+        self._is_closed = threading.Event()
         self._lookup_threads, self._reading, self._writing = (
             ThreadPoolExecutor(_NUM_AT_ONCE, thread_name_prefix=f"ragcache-s3-{what}")
             for what in ("ask", "read", "write")
@@ -73,7 +96,8 @@ class ObjectStore:
             ConfigError: the folder cannot be created or read.
         """
         if urlsplit(url).scheme == "file":
-            return cls(_folder(Path(unquote(urlsplit(url).path))), hint=_FOLDER_HINT)
+            folder = Path(unquote(urlsplit(url).path))
+            return cls(_folder(folder), hint=_FOLDER_HINT, folder=folder)
         limit = timedelta(seconds=timeout_s)
         store = S3Store.from_url(
             url,
@@ -111,6 +135,9 @@ class ObjectStore:
 
     def put(self, objects: Sequence[tuple[str, bytes]]) -> None:
         list(self._writing.map(self._put, objects))
+        if self._to_tidy is not None:
+            self._writing.submit(_remove_staged, self._to_tidy / "ragcache", self._is_closed)
+            self._to_tidy = None
 
     def delete(self, names: Sequence[str]) -> None:
         list(self._writing.map(self._delete, names))
@@ -128,6 +155,7 @@ class ObjectStore:
         return isinstance(error, PermissionDeniedError | UnauthenticatedError)
 
     def close(self) -> None:
+        self._is_closed.set()
         for threads in (self._lookup_threads, self._reading, self._writing):
             threads.shutdown(wait=False, cancel_futures=True)
 

@@ -61,6 +61,8 @@ if TYPE_CHECKING:
 _DEFAULT_K = 2
 _FAILED = (RequestRejectedError, PromptError, ConfigError)
 """Errors of one request; others end the run."""
+_CUT_OFF = ("abort", "error")
+"""Finish reasons of answers that the server did not complete."""
 
 
 @dataclass(slots=True)
@@ -354,12 +356,19 @@ async def _answer(engine: Engine, requests: _Requests, line: BatchLine, digest: 
         return to_record(line.custom_id, digest, error=failed, **shown)
     body = _json_of(response)
     whole = {"status_code": response.status_code, "request_id": body.get("id"), "body": body}
-    if response.status_code == 200:
+    if response.status_code == 200 and _is_whole(body):
         return to_record(line.custom_id, digest, whole, **shown)
     error_body = body.get("error")
     message = error_body.get("message") if isinstance(error_body, Mapping) else None
-    failed = {"code": str(response.status_code), "message": str(message or response.text)[:1000]}
+    code = "incomplete" if response.status_code == 200 else str(response.status_code)
+    failed = {"code": code, "message": str(message or response.text)[:1000]}
     return to_record(line.custom_id, digest, whole, failed, **shown)
+
+
+def _is_whole(body: Mapping[str, Any]) -> bool:
+    """Return whether the body of a response is an answer, and not one that the server cut off, as at a pause."""
+    choices = body.get("choices")
+    return isinstance(choices, list) and all(choice.get("finish_reason") not in _CUT_OFF for choice in choices)
 
 
 def _body(engine: Engine, requests: _Requests, line: BatchLine) -> dict[str, Any]:

@@ -27,28 +27,36 @@ from ragcache_core.cli.options import (
 from ragcache_core.cli.output import check_output, output_option, write_output
 from ragcache_core.cli.warming import (
     WarmingPlan,
-    check_sources,
+    check_expectation,
     expectation_options,
     lines_of,
     plan_of,
     plan_to_dict,
     read_expected,
-    receipt_line,
     size_text,
     warm_engine,
     with_each_alone,
 )
-from ragcache_core.errors import EngineError
+from ragcache_core.errors import ConfigError, EngineError
 
 if TYPE_CHECKING:
     from ragcache_core.client import Engine
     from ragcache_core.stats import EngineStats, TierStats
 
 _NUM_FORECASTS = 4
+_LEAST_BUDGET_BYTES = 1 << 20
+"""Less than any corpus takes: a size whose unit was left out is refused before a model is loaded."""
 _POLL_S = 0.5
 _STALLED_S = 120.0
 _MOST_WAITING = 1 / 8
 """Share of host memory whose blocks may wait for the store: the engine drops further blocks from a half on."""
+
+
+def _read_budget(context: click.Context, option: click.Parameter, text: str) -> int:
+    budget = read_size(context, option, text)
+    if budget < _LEAST_BUDGET_BYTES:
+        raise click.BadParameter(f"{text!r:.40} is less than 1MiB, and holds no document's KV: write it as 200GiB")
+    return budget
 
 
 def _read_part(_context: click.Context, _option: click.Parameter, text: str) -> tuple[int, int]:
@@ -77,9 +85,9 @@ def _read_part(_context: click.Context, _option: click.Parameter, text: str) -> 
 @click.option(
     "--budget",
     required=True,
-    callback=read_size,
+    callback=_read_budget,
     metavar="SIZE",
-    help="Maximum size of the KV to prefill, such as 200GiB.",
+    help="Maximum size of the KV to prefill, such as 200GiB, before compression.",
 )
 @click.option(
     "--part",
@@ -121,8 +129,10 @@ def compile_(
     of computing it.
 
     Run it again after an interruption, or after 'ragcache index --update': KV that is there is loaded, not computed.
-    KV of a changed document is never found. Exit status 0 means that all picked documents are stored.
+    KV of a changed document is never found. Exit status 0 means that all picked documents are stored, but those that
+    are longer than the context window, which are counted.
     """
+    from ragcache_core.chunkstore.remote import check_reachable
     from ragcache_core.client import Engine
 
     names = ("from_log", "trace", "top", "k", "document_order", "embedder", "cost_model")
@@ -130,13 +140,20 @@ def compile_(
     expectation = {name: settings.pop(name) for name in (*names, *of_layout)}
     layout = layout_of(expectation)
     check_vllm_args(vllm_args)
-    check_sources(expectation)
+    check_expectation(expectation)
     check_output("--output", output, filter(None, (expectation["from_log"], expectation["trace"])))
     cache = read_cache_config(cache_config, settings)
     if cache.shared is None:
         raise click.UsageError("Give --shared, where the KV goes, as file:///srv/kv.")
     if cache.chunk_reuse is not None:
         raise click.UsageError("KV for chunk reuse is not in a shared store: leave out --chunk-reuse.")
+    if cache.shared_bytes is not None and budget > cache.shared_bytes:
+        raise click.UsageError(
+            f"--budget is {budget:,} bytes and --shared-bytes {cache.shared_bytes:,}: the engine would delete what it "
+            "has compiled. Lower the one, or raise the other."
+        )
+    if (why := check_reachable(cache.shared, is_limited=cache.shared_bytes is not None, is_written=True)) is not None:
+        raise ConfigError(f"--shared {cache.shared} takes no KV ({why})")
     with open_store(store, expectation["embedder"], read_only=True) as documents:
         expected = with_each_alone(read_expected(documents, expectation), documents.ids())
         with (
@@ -185,21 +202,23 @@ def _compile(engine: Engine, plan: WarmingPlan, *, as_json: bool) -> dict[str, o
     """Prefill, wait until the shared store has all blocks, and return the receipt with its counts.
 
     Raises:
-        EngineError: the store did not take all blocks.
+        EngineError: the store did not take all blocks, or had to delete some for them.
     """
     receipt = warm_engine(engine, plan, on_path=lambda _: _wait_for_writes(engine, _MOST_WAITING))
     stats = _wait_for_writes(engine, 0)
     shared = _tier(stats, "shared")
-    if shared.num_dropped_blocks:
+    if shared.num_evicted_blocks:
         raise EngineError(
-            f"the shared store did not take {shared.num_dropped_blocks:,} blocks: the engine's log says why; run it "
-            f"again to go on (log: {engine.log_path})"
+            f"the engine deleted {shared.num_evicted_blocks:,} blocks from the shared store to keep --shared-bytes, "
+            "which may be blocks of this run: raise --shared-bytes or lower --budget, and run it again until it "
+            "deletes none"
         )
     if not as_json:
-        click.echo(receipt_line(receipt, plan))
+        num_out = receipt.num_left_out
+        left_out = f" ({num_out:,} more do not fit the context window and are left out)" if num_out else ""
         click.echo(
-            f"the shared store has all {shared.num_blocks:,} blocks; {shared.num_hit_tokens:,} tokens were loaded from "
-            "it instead of computed"
+            f"compiled {receipt.num_warmed + receipt.num_cached:,} paths in {receipt.duration_s:.1f} s{left_out}: all "
+            f"their blocks are in the shared store; {shared.num_hit_tokens:,} tokens were loaded from it, not computed"
         )
     counts = {"num_blocks": shared.num_blocks, "num_loaded_tokens": shared.num_hit_tokens}
     return {"receipt": receipt.to_dict(), **counts}
@@ -209,12 +228,17 @@ def _wait_for_writes(engine: Engine, most: float) -> EngineStats:
     """Return the engine's statistics once at most the share ``most`` of host memory waits for the shared store.
 
     Raises:
-        EngineError: nothing was written for two minutes.
+        EngineError: the store did not take a block, or nothing was written for two minutes.
     """
     least, since_s = math.inf, time.monotonic()
     while True:
         stats = engine.stats()
         host, num_waiting = _tier(stats, "host"), stats.num_shared_pending_blocks
+        if num_dropped := _tier(stats, "shared").num_dropped_blocks:
+            raise EngineError(
+                f"the shared store did not take {num_dropped:,} blocks: the engine's log says why; run it again to go "
+                f"on (log: {engine.log_path})"
+            )
         if num_waiting * host.used_bytes <= most * host.capacity_bytes * host.num_blocks:
             return stats
         if num_waiting < least:

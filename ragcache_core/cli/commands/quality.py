@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from ragcache_core.quality.summary import QualitySummary
 
 DEFAULT_SELECTION: SelectionName = "whole_chunks"
+DEFAULT_DISK_BYTES = "16GiB"
 DEFAULT_ALPHAS: dict[SelectionName, tuple[float, ...]] = {
     "cache_craft": (0.3, 0.6, 1.0, 2.0),
     "whole_chunks": (1.3, 1.5, 1.7, 2.0, 3.0),
@@ -143,10 +144,8 @@ model_options = together(
 )
 @click.option(
     "--disk-bytes",
-    default="16GiB",
-    show_default=True,
     metavar="SIZE",
-    help="Size of the temporary disk tier for --compression.",
+    help="Size of the temporary disk tier for --compression. [default: 16GiB]",
 )
 @click.option(
     "--documents",
@@ -168,7 +167,7 @@ def quality(
     document_orders: tuple[DocumentOrder, ...],
     max_score_loss: float | None,
     compressions: tuple[CompressionName, ...],
-    disk_bytes: str,
+    disk_bytes: str | None,
     num_shown: int | None,
     as_json: bool,
     deduplicate: bool,
@@ -212,7 +211,11 @@ def quality(
             "--deduplicate cannot be combined with --alphas, which is for chunk reuse: leave --alphas out."
         )
     if compressions:
-        options["disk_bytes"] = disk_bytes
+        options["disk_bytes"] = disk_bytes or DEFAULT_DISK_BYTES
+    elif disk_bytes is not None:
+        raise click.UsageError(
+            "--disk-bytes is for --compression, which is not given: add it, or leave --disk-bytes out."
+        )
     for name in compressions:
         check_compression(name)
     run, alphas = quality_run(model, options, num_shown=num_shown, max_score_loss=max_score_loss)

@@ -15,7 +15,7 @@ from ragcache_core.cli.command import Command, options_in_cli_wording, print_jso
 from ragcache_core.cli.options import FiniteRange, api_key_option, join_server, layout_of, open_store, read_size
 from ragcache_core.cli.output import check_output, output_option, printable, write_output
 from ragcache_core.cli.warming import (
-    check_sources,
+    check_expectation,
     expectation_options,
     lines_of,
     plan_of,
@@ -96,7 +96,7 @@ def warm(
         return
     if store is None:
         raise click.UsageError("Give --store, whose documents are prefilled; or --report with an earlier --output.")
-    check_sources(settings)
+    check_expectation(settings)
     check_output("--output", output, filter(None, (settings["from_log"], settings["trace"])))
     with open_store(store, settings["embedder"], read_only=True) as documents:
         expected, layout = read_expected(documents, settings), layout_of(settings)

@@ -106,7 +106,6 @@ class CacheController:
         prefill_cost: cost model of a prefill.
         is_profiled: whether it was measured.
         tiers: GPU and host; :meth:`add_tier` adds a disk when its store is open.
-        max_protected_units: blocks that are protected from eviction for queued requests.
         has_room: returns whether a speculative request would be admitted now; by default never.
         chunks: the stored chunks, with chunk reuse.
         groups: the model's KV cache groups; one by default.
@@ -133,7 +132,6 @@ class CacheController:
         prefill_cost: PrefillCostModel,
         is_profiled: bool = False,
         tiers: Mapping[Tier, TierReport] | None = None,
-        max_protected_units: int = 0,
         has_room: Callable[[], bool] | None = None,
         chunks: ChunkManager | None = None,
         groups: KVGroups | None = None,
@@ -169,7 +167,7 @@ class CacheController:
         self.speculations = QueuedSpeculations()
         is_cache_aware = settings.queue == "cache_aware"
         self.is_queue_ordered = is_cache_aware or settings.speculates
-        self._queued = QueuedPrefixes(self.tree, max_protected_units, follows_changes=self.is_queue_ordered)
+        self._queued = QueuedPrefixes(self.tree, follows_changes=self.is_queue_ordered)
         self.queue: CacheAwareQueue[Any] = CacheAwareQueue(
             lambda request: self.order_priority(request.request_id),
             window=settings.queue_window if is_cache_aware else 0,
@@ -429,7 +427,7 @@ class CacheController:
         return [state.request_id for state in confirmed.alive]
 
     def on_waiting(self, request_id: str) -> None:
-        """Protect the prefix of a confirmed request that is queued, whether it was admitted before or not."""
+        """Watch the prefix of a confirmed request that is queued, whether it was admitted before or not."""
         self._queued.add(self._requests[request_id])
 
     def on_speculated(self, request_id: str, num_tokens: int) -> None:

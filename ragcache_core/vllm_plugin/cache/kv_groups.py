@@ -14,9 +14,9 @@ end where requests part from one another: where nodes end, and where prompts tha
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Generic, TypeVar, cast
+from typing import Generic, TypeAlias, TypeVar, cast
 
 from ragcache_core.chunkstore.chunks import ChunkEntry, ChunkNote
 from ragcache_core.chunkstore.regrowing import note_of
@@ -25,6 +25,8 @@ from ragcache_core.types import Tier
 from ragcache_core.vllm_plugin.cache.request_state import Key
 
 Slot = TypeVar("Slot")
+BlockKey: TypeAlias = bytes
+"""Names a block in the tiers below the GPU: its unit's key, and behind that its group where there are several."""
 _GROUP_BYTES = 4
 
 
@@ -75,66 +77,68 @@ class KVGroups:
         # A prompt that is sent again is hit up to its last token but one, which may be a unit before its end.
         return is_last or any(tree.is_retained(near) for near in node.keys[unit : unit + num_units + 1])
 
-    # Below the GPU a block is a chunk, whose key ends with its group
+    # Keys of blocks below the GPU
 
-    def is_main(self, key: bytes) -> bool:
+    def key_of(self, unit: Key, group: int) -> BlockKey:
+        """Return the key of a group's block."""
+        return unit + _suffix(group) if self.others else unit
+
+    def keys_of(self, units: Sequence[Key], group: int) -> list[BlockKey]:
+        """Return :meth:`key_of` of each block."""
+        if not self.others:
+            return [*units]
+        suffix = _suffix(group)
+        return [unit + suffix for unit in units]
+
+    def unit_of(self, key: BlockKey) -> Key:
+        """Return the tree block of a block."""
+        return key[:-_GROUP_BYTES] if self.others else key
+
+    def units_of(self, keys: Iterable[BlockKey]) -> list[Key]:
+        """Return :meth:`unit_of` of each block; ``keys`` themselves where they are a list of units."""
+        if not self.others:
+            return keys if isinstance(keys, list) else [*keys]
+        return [key[:-_GROUP_BYTES] for key in keys]
+
+    def group_of(self, key: BlockKey) -> int:
+        """Return the group of a block."""
+        return int.from_bytes(key[-_GROUP_BYTES:], "big") if self.others else self.main
+
+    def is_main(self, key: BlockKey) -> bool:
         """Return whether a block belongs to the full-attention group."""
-        return not self.others or group_of(key) == self.main
+        return not self.others or self.group_of(key) == self.main
 
-    def offload_key(self, unit: Key) -> bytes:
-        """Return the offload key of a block in the full-attention group."""
-        return offload_key(unit, self.main)
+    def main_of(self, keys: Sequence[BlockKey]) -> Sequence[BlockKey]:
+        """Return the blocks of the full-attention group."""
+        return [*filter(self.is_main, keys)] if self.others else keys
 
-    def chunk_name(self, key: bytes) -> bytes:
-        """Return the name under which a block is stored."""
-        return key if self.others else unit_of(key)
+    def offload_keys(self, keys: Iterable[BlockKey]) -> list[bytes]:
+        """Return the keys that vLLM gives these blocks, which always end with the group."""
+        suffix = b"" if self.others else _suffix(self.main)
+        return [key + suffix for key in keys]
 
-    def note_of(self, tree: KnowledgeTree, key: bytes) -> ChunkNote:
+    def note_of(self, tree: KnowledgeTree, key: BlockKey) -> ChunkNote:
         """Return the metadata stored with a block in ``tree``; it names the parent as stored blocks are named."""
-        location = tree.locate(unit_of(key))
+        unit = self.unit_of(key)
+        location = tree.locate(unit)
         assert location is not None
         note = self.note_at(tree, location)
-        return note if self.is_main(key) else ChunkNote(self.offload_key(unit_of(key)), position=note.position)
+        return note if self.is_main(key) else ChunkNote(self.key_of(unit, self.main), position=note.position)
 
     def note_at(self, tree: KnowledgeTree, location: Location) -> ChunkNote:
         """Return the metadata stored with the full-attention block of a tree block."""
         note = note_of(tree, location)
-        return replace(note, parent=self.offload_key(note.parent)) if self.others and note.parent is not None else note
+        if not self.others or note.parent is None:
+            return note
+        return replace(note, parent=self.key_of(note.parent, self.main))
 
     def unit_of_entry(self, entry: ChunkEntry) -> tuple[Key, bool]:
         """Return the tree block of a stored block, and whether it is the full-attention one."""
-        key = self.key_of_name(entry.key)
-        return unit_of(key), self.is_main(key)
-
-    def key_of_name(self, name: bytes) -> bytes:
-        """Return the key of a name of :meth:`chunk_name`."""
-        return name if self.others else self.offload_key(name)
+        return self.unit_of(entry.key), self.is_main(entry.key)
 
 
-def offload_key(unit: Key, group: int) -> bytes:
-    """Return the key of a block in vLLM's offloading."""
-    return unit + group.to_bytes(_GROUP_BYTES, "big")
-
-
-def offload_keys(units: Iterable[Key], group: int) -> list[bytes]:
-    """Return :func:`offload_key` of each block."""
-    suffix = group.to_bytes(_GROUP_BYTES, "big")
-    return [unit + suffix for unit in units]
-
-
-def unit_of(key: bytes) -> Key:
-    """Return the tree block of a block, from its key."""
-    return key[:-_GROUP_BYTES]
-
-
-def units_of(keys: Iterable[bytes]) -> list[Key]:
-    """Do :func:`unit_of` for many keys."""
-    return [key[:-_GROUP_BYTES] for key in keys]
-
-
-def group_of(key: bytes) -> int:
-    """Return the group of a block."""
-    return int.from_bytes(key[-_GROUP_BYTES:], "big")
+def _suffix(group: int) -> bytes:
+    return group.to_bytes(_GROUP_BYTES, "big")
 
 
 class OtherBlocks(Generic[Slot]):

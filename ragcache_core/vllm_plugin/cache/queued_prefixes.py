@@ -1,26 +1,20 @@
-"""The prefixes of queued requests: their cached part, and their protection from eviction (RAGCache §5.2)."""
+"""The cached part of the prefixes of queued requests, which orders them (RAGCache §5.2)."""
 
 from __future__ import annotations
-
-from itertools import islice
 
 from ragcache_core.queueing import order_priority
 from ragcache_core.tree import KnowledgeTree, NodeChanges, TreeNode
 from ragcache_core.vllm_plugin.cache.request_state import RequestState, WatchedNode
 
-_TRIED_AT_ONCE = 32
-
 
 class QueuedPrefixes:
-    """Maps changes in the tree to queued requests, and protects cached prefixes until admission.
+    """Maps changes in the tree to queued requests.
 
-    Those that came first are protected, while the units of their paths fit into ``max_protected_units``: were
-    everything protected, nothing would be. Where one leaves, those that come next are tried, a few of them: thousands
-    may wait. Without ``follows_changes`` it protects only: :meth:`take_touched` is never asked.
+    Without ``follows_changes``, where no order depends on them, requests are not watched, and :meth:`take_touched` is
+    never called.
     """
 
-    def __init__(self, tree: KnowledgeTree, max_protected_units: int, *, follows_changes: bool = True) -> None:
-        self._max_protected_units = max_protected_units
+    def __init__(self, tree: KnowledgeTree, *, follows_changes: bool = True) -> None:
         self._tree = tree
         self._follows_changes = follows_changes
         self._changed: set[TreeNode] = set()
@@ -30,16 +24,14 @@ class QueuedPrefixes:
             self._changed = tree.changes.subscribe()
         self._touched: set[RequestState] = set()
         self._watched: dict[int, WatchedNode] = {}
-        self._unprotected: dict[RequestState, None] = {}
-        self._num_protected_units = 0
 
     def add(self, state: RequestState) -> None:
         """Add a queued request; its prefix is in the tree and retained."""
+        if not self._follows_changes:
+            return
         state.is_queued = True
-        if self._follows_changes:
-            self._follow_changes()
-            self._watch(state)
-        self._protect(state)
+        self._follow_changes()
+        self._watch(state)
 
     def remove(self, state: RequestState) -> None:
         """Remove a request that was admitted or ended; ignore one that is not queued."""
@@ -48,16 +40,6 @@ class QueuedPrefixes:
         state.is_queued = False
         self._unwatch(state)
         self._touched.discard(state)
-        self._unprotected.pop(state, None)
-        if not state.num_protected_units:
-            return
-        self._tree.unprotect(state.retained)
-        self._num_protected_units -= state.num_protected_units
-        state.num_protected_units = 0
-        for following in list(islice(self._unprotected, _TRIED_AT_ONCE)):
-            if self._num_protected_units >= self._max_protected_units:
-                break
-            self._protect(following)
 
     def priority(self, state: RequestState) -> float:
         """Return a request's OrderPriority, for a queued one as of the last :meth:`take_touched`."""
@@ -67,7 +49,7 @@ class QueuedPrefixes:
     def num_cached_tokens(self, state: RequestState) -> int:
         """Return the number of leading prompt tokens in some tier, as :meth:`priority` uses it."""
         num_cached = 0
-        if state.is_queued and self._follows_changes:
+        if state.is_queued:
             for watched in state.watched:
                 num_cached = watched.num_tokens
                 if not watched.is_whole:
@@ -129,15 +111,3 @@ class QueuedPrefixes:
             if not watched.requests:
                 del self._watched[watched.node_id]
         state.watched.clear()
-
-    def _protect(self, state: RequestState) -> None:
-        if state.retained is None or (location := self._tree.locate(state.retained)) is None:
-            return
-        num_units = location.node.start + location.unit + 1
-        if self._num_protected_units + num_units > self._max_protected_units:
-            self._unprotected[state] = None
-            return
-        self._unprotected.pop(state, None)
-        self._tree.protect(state.retained)
-        state.num_protected_units = num_units
-        self._num_protected_units += num_units

@@ -66,9 +66,8 @@ class RequestState:
         retained_apart: the last of them that is retained.
         has_forgotten: it has KV of a deleted document.
         loaded_s: when KV of lower tiers was last copied into its blocks.
-        is_queued: it waits for admission, and its prefix is watched and protected.
+        is_queued: it waits for admission, and its prefix is watched.
         watched: the nodes of its path while it is queued.
-        num_protected_units: units of its path that are protected from eviction while it is queued.
         turn: its number in its conversation, as known at its arrival.
         is_answer_stored: the tiers below store its answer as well.
         num_answer_end_blocks: blocks of its prompt and answer, if some of the answer's are cached but not yet in the
@@ -106,7 +105,6 @@ class RequestState:
     has_forgotten: bool = False
     is_queued: bool = False
     watched: list[WatchedNode] = field(default_factory=list)
-    num_protected_units: int = 0
     chunk_reuse: ChunkReuseStats | None = None
     turn: int = 1
     is_answer_stored: bool = False

@@ -7,7 +7,7 @@ arrives; it begins again later, behind what the prefix cache has of it. It ends 
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from ragcache_core.chunk.guard import ErrorGuard, GuardedAnswer
@@ -111,14 +111,22 @@ class AnswerAudits:
         self.running = self._audit = None
 
     def clear(self) -> None:
-        """Audit none of the answers that there are, and learn nothing from the running audit."""
+        """Audit none of the answers that there are or are being computed, and learn nothing from the running audit."""
         self._pending.clear()
         self._audit = None
+        for request_id, answer in self._answers.items():
+            self._answers[request_id] = replace(answer, is_audited=False)
+
+    def forget_weights(self) -> None:
+        """Start again for another model, to which the answers that are being computed do not count."""
+        self.clear()
+        self._answers.clear()
+        self.guard.forget()
 
     # A holder of what may be forgotten: prompts with the documents
 
     def forget(self, forgotten: Forgotten) -> Freed:
-        """Drop the answers that wait, whatever they show; KV that has only expired is no secret."""
+        """Drop the answers that wait or come, whatever they show; KV that has only expired is no secret."""
         if forgotten.doc_ids or forgotten.is_all:
             self.clear()
         return Freed()

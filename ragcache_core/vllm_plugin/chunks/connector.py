@@ -357,8 +357,7 @@ class ChunkReuseConnector(KVConnectorBase_V1):
     def forget_weights(self) -> None:
         self.scheduling.clear()
         if self.audits is not None:
-            self.audits.clear()
-            self.audits.guard.forget()
+            self.audits.forget_weights()
         super().forget_weights()
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[Rank, KVConnectorHandshakeMetadata]) -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
-from ragcache_core.vllm_plugin.compat import Medium, OffloadingEvent, OffloadKey
+from ragcache_core.vllm_plugin.cache.kv_groups import KVGroups
+from ragcache_core.vllm_plugin.compat import Medium, OffloadingEvent
 
 
 class DiskEvents:
@@ -14,9 +15,9 @@ class DiskEvents:
     its tokens, and keeps them (about 1 KB a chunk) until the chunk is reported as removed.
     """
 
-    def __init__(self, is_published: bool, key_of_name: Callable[[bytes], bytes]) -> None:
+    def __init__(self, groups: KVGroups, *, is_published: bool) -> None:
         self._is_published = is_published
-        self._key_of_name = key_of_name
+        self._groups = groups
         self._told: set[bytes] = set()
         self._events: list[OffloadingEvent] = []
 
@@ -48,5 +49,5 @@ class DiskEvents:
 
     def _emit(self, names: list[bytes], *, removed: bool) -> None:
         if names:
-            keys = [OffloadKey(self._key_of_name(name)) for name in names]
+            keys = self._groups.offload_keys(names)
             self._events.append(OffloadingEvent(keys, Medium.STORAGE, removed, removal_expected=True))

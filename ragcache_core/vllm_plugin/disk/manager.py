@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, compress, islice, takewhile
@@ -41,11 +41,10 @@ from ragcache_core.tree import Location, admit_within_quotas, runs_of
 from ragcache_core.types import Tier
 from ragcache_core.vllm_plugin.cache.controller import TierReport
 from ragcache_core.vllm_plugin.cache.forgetting import Forgotten, Freed, why_on_disk
-from ragcache_core.vllm_plugin.cache.kv_groups import OtherBlocks, group_of, offload_key, unit_of, units_of
+from ragcache_core.vllm_plugin.cache.kv_groups import BlockKey, OtherBlocks
 from ragcache_core.vllm_plugin.compat import (
     CacheHitSource,
     OffloadingEvent,
-    OffloadKey,
     ReqContext,
     ScheduleEndContext,
 )
@@ -156,7 +155,7 @@ class DiskTier(TransferTier):
         self._is_enabled = True
         self._others: OtherBlocks[bytes] = OtherBlocks(self._groups, self._tree, Tier.DISK)
         self._stored: set[bytes] = set()
-        self._events = DiskEvents(spec.kv_events_config.enable_kv_cache_events, self._groups.key_of_name)
+        self._events = DiskEvents(self._groups, is_published=spec.kv_events_config.enable_kv_cache_events)
         self._writing: set[bytes] = set()
         self._found: dict[str, _Found] = {}
         self._erasures: list[Erasure] = []
@@ -184,8 +183,8 @@ class DiskTier(TransferTier):
 
     # A tier below host memory
 
-    def find(self, key: OffloadKey, context: ReqContext) -> Sequence[OffloadKey]:
-        if not self._is_enabled or self._groups.chunk_name(key) not in self._stored:
+    def find(self, key: BlockKey, context: ReqContext) -> Sequence[BlockKey]:
+        if not self._is_enabled or key not in self._stored:
             return ()
         place = self._place_of(key, context)
         if place is None:
@@ -215,7 +214,7 @@ class DiskTier(TransferTier):
         if len(self._controller.retrieved) < _NOTED_AT_ONCE:
             return
         retrieved = self._controller.take_retrieved()
-        named = [(self._groups.chunk_name(self._groups.offload_key(key)), *worth) for key, worth in retrieved.items()]
+        named = [(self._key_of(unit), *worth) for unit, worth in retrieved.items()]
         if worths := [worth for worth in named if worth[0] in self._stored]:
             self._io.update_notes(worths)
 
@@ -267,11 +266,7 @@ class DiskTier(TransferTier):
     def forget(self, forgotten: Forgotten) -> Freed:
         """Delete blocks, and overwrite them and their earlier copies on the disk; reads of them are misses."""
         groups = self._groups
-        names = [
-            groups.chunk_name(offload_key(unit, group))
-            for unit in forgotten.units
-            for group in (groups.main, *groups.others)
-        ]
+        names = [groups.key_of(unit, group) for unit in forgotten.units for group in (groups.main, *groups.others)]
         if forgotten.is_all:
             names = [*self._stored, *self._writing]
         num_chunks = sum(map(self._is_here, names))
@@ -321,7 +316,7 @@ class DiskTier(TransferTier):
     def _find(self, state: RequestState, first: int) -> _Found:
         """Return the contiguous blocks of a request on disk from its block ``first`` on."""
         units = list(islice(state.keys, first, None))
-        names = list(map(self._name_of, units)) if self._groups.others else units
+        names = self._groups.keys_of(units, self._groups.main)
         units = units[: sum(1 for _ in takewhile(self._stored.__contains__, names))]
         if not self._controller.is_profiled:
             return _Found(first, units, True)
@@ -334,15 +329,14 @@ class DiskTier(TransferTier):
             return
         nodes = [node for node in self._tree.nodes() if node.id in self._tree.rekeyed]
         self._tree.rekeyed.clear()
-        keys = [self._groups.offload_key(cast("Key", key)) for node in nodes for key in node.keys]
-        names = [name for key in keys if self._is_here(name := self._groups.chunk_name(key))]
+        names = [key for node in nodes for unit in node.keys if self._is_here(key := self._key_of(unit))]
         if names:
-            notes = (self._groups.note_of(self._tree, self._groups.key_of_name(name)) for name in names)
+            notes = (self._groups.note_of(self._tree, name) for name in names)
             self._io.rename([(name, note.doc_id) for name, note in zip(names, notes, strict=True)])
 
-    def _is_leaving(self, key: bytes, name: bytes) -> bool:
+    def _is_leaving(self, name: bytes) -> bool:
         """Return whether a block is deleted, but still being copied or overwritten."""
-        return key in self._controller.leaving or any(name in erasure.names for erasure in self._erasures)
+        return name in self._controller.leaving or any(name in erasure.names for erasure in self._erasures)
 
     def _begin_store(self, job: TierJob) -> DiskStore | None:
         self._take_in_written()
@@ -360,30 +354,28 @@ class DiskTier(TransferTier):
         return self._io.store(runs, evicted) if runs or evicted else None
 
     def _begin_load(self, job: TierJob) -> tuple[LoadTransfer, float]:
-        names = list(map(self._groups.chunk_name, job.keys))
-        self._hold(names)
-        return self._io.load(names, job.rows), async_store.READ_TIMEOUT_S
+        self._hold(job.keys)
+        return self._io.load([*job.keys], job.rows), async_store.READ_TIMEOUT_S
 
     def _new_chunks(self, job: TierJob) -> dict[bytes, int]:
         """Return a job's blocks that are not stored yet, by depth; one without its parent is useless."""
         self.num_pending()
-        keys = job.keys if self._groups.others else units_of(job.keys)
-        rows: dict[bytes, int] = dict(zip(keys, job.rows, strict=True))
+        rows: dict[bytes, int] = dict(zip(job.keys, job.rows, strict=True))
         if self._controller.leaving or self._erasures:
-            for name in [name for name in rows if self._is_leaving(self._groups.key_of_name(name), name)]:
+            for name in [*filter(self._is_leaving, rows)]:
                 del rows[name]
         stored, writing, new = self._stored, self._writing, dict[bytes, int]()
-        masks = self._tree.units_of(map(self._unit_of, rows) if self._groups.others else rows)
+        masks = self._tree.units_of(self._groups.units_of(rows))
         for node in sorted(masks, key=lambda node: node.start):
             for first, length in runs_of(masks[node]):
                 before = self._tree.key_before(Location(node, first))
-                is_reached = before is None or self._is_kept(self._name_of(before), new)
+                is_reached = before is None or self._is_kept(self._key_of(before), new)
                 units = cast("list[Key]", node.keys[first : first + length])
                 if is_reached and not self._groups.others and stored.isdisjoint(units) and writing.isdisjoint(units):
                     new.update(zip(units, map(rows.__getitem__, units), strict=True))
                     continue
                 for unit in units:
-                    name = self._name_of(unit)
+                    name = self._key_of(unit)
                     if is_reached and name in rows and name not in stored and name not in writing:
                         new[name] = rows[name]
                     is_reached = self._is_kept(name, new)
@@ -391,10 +383,8 @@ class DiskTier(TransferTier):
                         if is_reached and other in rows and not self._is_here(other):
                             new[other] = rows[other]
         if len(new) < len(rows):
-            self._controller.counters.num_dropped_blocks += sum(
-                name not in new and not self._is_here(name) and self._tree.locate(self._unit_of(name)) is not None
-                for name in rows
-            )
+            left_out = [name for name in rows if name not in new and not self._is_here(name)]
+            self._controller.counters.num_dropped_blocks += len(self._tree.known(self._groups.units_of(left_out)))
         return new
 
     def _is_kept(self, name: bytes, new: dict[bytes, int]) -> bool:
@@ -403,17 +393,10 @@ class DiskTier(TransferTier):
 
     def _others_of(self, unit: Hashable) -> list[bytes]:
         """Return the names of a tree block's blocks in other groups."""
-        return [self._groups.chunk_name(offload_key(cast("Key", unit), group)) for group in self._groups.others]
+        return [self._groups.key_of(cast("Key", unit), group) for group in self._groups.others]
 
-    def _name_of(self, unit: Hashable) -> bytes:
-        key = cast("Key", unit)
-        return self._groups.offload_key(key) if self._groups.others else key
-
-    def _unit_of(self, name: bytes) -> Key:
-        return unit_of(name) if self._groups.others else name
-
-    def _is_unit(self, name: bytes) -> bool:
-        return self._groups.is_main(self._groups.key_of_name(name))
+    def _key_of(self, unit: Hashable) -> BlockKey:
+        return self._groups.key_of(cast("Key", unit), self._groups.main)
 
     def _is_here(self, name: bytes) -> bool:
         return name in self._stored or name in self._writing
@@ -425,7 +408,7 @@ class DiskTier(TransferTier):
         if num_missing <= 0 or not new:
             return own
         evicted = dict.fromkeys(islice(self._others.useless(), num_missing))
-        new_units = list(map(self._unit_of, new)) if self._groups.others else list(new)
+        new_units = self._groups.units_of(new)
         shielded = self._tree.shielded(new_units)
         for owner, num_new in Counter(self._tree.owners_of(new_units)).items():
             if num_missing <= len(evicted):
@@ -450,13 +433,13 @@ class DiskTier(TransferTier):
         """
         if not self._tree.tiers[Tier.DISK].shares.quotas:
             return []
-        units = [self._unit_of(name) for name in new if self._is_unit(name)]
-        shielded = self._tree.shielded(map(self._unit_of, new))
+        units = self._groups.units_of(self._groups.main_of([*new]))
+        shielded = self._tree.shielded(self._groups.units_of(new))
         num_admitted, evicted = admit_within_quotas(self._tree, Tier.DISK, units, shielded)
         num_left_out = len(units) - num_admitted
         while num_left_out > 0 and new:
             name, _ = new.popitem()
-            num_left_out -= self._is_unit(name)
+            num_left_out -= self._groups.is_main(name)
             self._controller.counters.num_dropped_blocks += 1
         return self._names_of(evicted)
 
@@ -465,7 +448,7 @@ class DiskTier(TransferTier):
         units = chain.from_iterable(run.keys for run in evicted)
         if not self._groups.others:
             return cast("list[bytes]", [*units])
-        return [name for unit in units for name in (self._name_of(unit), *self._others.of_unit(unit))]
+        return [name for unit in units for name in (self._key_of(unit), *self._others.of_unit(unit))]
 
     def _take_out(self, evicted: list[bytes]) -> list[bytes]:
         """Remove evicted blocks from the sets of stored ones, and return them."""
@@ -478,47 +461,41 @@ class DiskTier(TransferTier):
     def _admit(self, new: dict[bytes, int]) -> list[PendingRun]:
         """Add blocks to the tree, held until they are written, and return them with metadata, parents first."""
         self._writing.update(new)
-        names = [name for name in new if self._is_unit(name)] if self._groups.others else list(new)
+        names = self._groups.main_of([*new])
         rows = list(new.values()) if len(names) == len(new) else [new[name] for name in names]
         runs = []
-        for at, first, length in self._tree.runs([*self._units_of(names)]):
+        for at, first, length in self._tree.runs(self._groups.units_of(names)):
             mask = (1 << length) - 1 << first.unit
             self._tree.acquire_units(first.node, mask, Tier.DISK)
             self._tree.add(first.node, mask, Tier.DISK)
             note = self._groups.note_at(self._tree, first)
             runs.append(PendingRun(names[at : at + length], rows[at : at + length], note))
         for name in new if len(names) < len(new) else ():
-            if not self._is_unit(name):
+            if not self._groups.is_main(name):
                 self._others.discard(name)
-                note = self._groups.note_of(self._tree, self._groups.key_of_name(name))
+                note = self._groups.note_of(self._tree, name)
                 runs.append(PendingRun([name], [new[name]], note))
         return runs
 
-    def _units_of(self, names: Collection[bytes]) -> Collection[bytes]:
-        """Return the tree blocks of full-attention blocks."""
-        if not self._groups.others:
-            return names
-        return [self._unit_of(name) for name in names if self._is_unit(name)]
-
-    def _hold(self, names: Collection[bytes]) -> None:
+    def _hold(self, names: Sequence[bytes]) -> None:
         """Hold blocks during a write or read."""
         for name in names if self._groups.others else ():
-            if not self._is_unit(name):
+            if not self._groups.is_main(name):
                 self._others.discard(name)
-        for node, mask in self._tree.units_of(self._units_of(names)).items():
+        for node, mask in self._tree.units_of(self._groups.units_of(self._groups.main_of(names))).items():
             self._tree.acquire_units(node, mask, Tier.DISK)
 
-    def _let_go(self, names: Collection[bytes]) -> None:
+    def _let_go(self, names: Sequence[bytes]) -> None:
         """Undo :meth:`_hold`."""
-        for node, mask in self._tree.units_of(self._units_of(names)).items():
+        for node, mask in self._tree.units_of(self._groups.units_of(self._groups.main_of(names))).items():
             self._tree.release_units(node, mask, Tier.DISK)
         for name in names if self._groups.others else ():
-            if not self._is_unit(name) and name in self._stored:
-                key = self._groups.key_of_name(name)
-                self._others.add(name, group_of(key), unit_of(key), partial(self._has, group=group_of(key)))
+            if not self._groups.is_main(name) and name in self._stored:
+                group = self._groups.group_of(name)
+                self._others.add(name, group, self._groups.unit_of(name), partial(self._has, group=group))
 
     def _has(self, unit: Key, *, group: int) -> bool:
-        return offload_key(unit, group) in self._stored
+        return self._groups.key_of(unit, group) in self._stored
 
     def _take_in_written(self) -> None:
         self._notice_failure()
@@ -526,10 +503,10 @@ class DiskTier(TransferTier):
             self._controller.record_change()
             self._writing.difference_update(outcome.names)
             known = outcome.names
-            units = list(map(self._unit_of, known)) if self._groups.others else known
+            units = self._groups.units_of(known)
             in_tree = self._tree.known(units)
             if len(in_tree) < len(units):
-                known = [name for name in known if self._tree.locate(self._unit_of(name)) is not None]
+                known = [name for name in known if self._tree.locate(self._groups.unit_of(name)) is not None]
             is_stored = self._is_enabled and outcome.error is None and not outcome.is_dropped
             erased = {name for erasure in self._erasures for name in erasure.names} if self._erasures else set()
             if is_stored:
@@ -542,7 +519,7 @@ class DiskTier(TransferTier):
             if outcome.is_dropped or outcome.error is not None:
                 self._controller.counters.num_dropped_blocks += len(outcome.names)
 
-    def _finish_load(self, job: TierJob, load: LoadTransfer) -> Sequence[OffloadKey]:
+    def _finish_load(self, job: TierJob, load: LoadTransfer) -> Sequence[BlockKey]:
         lost: list[bytes] = []
         for part in load.parts:
             self._let_go(part.names)
@@ -561,10 +538,10 @@ class DiskTier(TransferTier):
         """Remove a block that is not on the disk: a miss."""
         self._stored.discard(name)
         self._events.removed([name])
-        if not self._is_unit(name):
+        if not self._groups.is_main(name):
             self._others.discard(name)
             return
-        unit = self._unit_of(name)
+        unit = self._groups.unit_of(name)
         self._others.lose_unit(unit)
         if (location := self._tree.locate(unit)) is not None:
             self._tree.remove(location.node, 1 << location.unit, Tier.DISK)

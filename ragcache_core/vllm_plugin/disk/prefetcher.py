@@ -12,8 +12,8 @@ from ragcache_core.vllm_plugin.cache.controller import CacheController
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
+    from ragcache_core.vllm_plugin.cache.kv_groups import BlockKey
     from ragcache_core.vllm_plugin.cache.request_state import Key
-    from ragcache_core.vllm_plugin.compat import OffloadKey
     from ragcache_core.vllm_plugin.offload.promises import Promises
 
 
@@ -38,7 +38,7 @@ class DiskPrefetcher:
     def __init__(
         self,
         controller: CacheController,
-        promises: Promises[OffloadKey],
+        promises: Promises[BlockKey],
         look_up: Callable[[Request, int], object],
         end: Callable[[Request], None],
     ) -> None:

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 from ragcache_core.chunkstore import Transfer
 
 if TYPE_CHECKING:
-    from ragcache_core.vllm_plugin.compat import OffloadKey, ReqContext
+    from ragcache_core.vllm_plugin.cache.kv_groups import BlockKey
+    from ragcache_core.vllm_plugin.compat import ReqContext
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +27,7 @@ class TierJob:
 
     number: int
     context: ReqContext
-    keys: Sequence[OffloadKey]
+    keys: Sequence[BlockKey]
     rows: Sequence[int]
 
 
@@ -35,7 +36,7 @@ class EndedJob:
     """A job that no longer uses host memory; ``loaded`` are the loaded blocks."""
 
     number: int
-    loaded: Sequence[OffloadKey] = ()
+    loaded: Sequence[BlockKey] = ()
 
 
 class StoreTransfer(Transfer):

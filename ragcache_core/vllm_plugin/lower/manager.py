@@ -22,7 +22,6 @@ from ragcache_core.vllm_plugin.compat import (
     LookupResult,
     OffloadingEvent,
     OffloadingManager,
-    OffloadKey,
     ReqContext,
     RequestOffloadingContext,
 )
@@ -31,6 +30,7 @@ from ragcache_core.vllm_plugin.lower.stats import JobStats
 from ragcache_core.vllm_plugin.offload.host_tier import HostTier
 
 if TYPE_CHECKING:
+    from ragcache_core.vllm_plugin.cache.kv_groups import BlockKey
     from ragcache_core.vllm_plugin.compat import (
         LoadStoreSpec,
         OffloadingConnectorStats,
@@ -72,48 +72,66 @@ class TierManager(OffloadingManager):
         self._jobs: dict[int, _OpenJob] = {}
         self._num_jobs = 0
         self._has_polled = False
-        self._to_load: dict[tuple[int, str], tuple[ReqContext, list[OffloadKey], list[int]]] = {}
-        self._sources: dict[str, dict[OffloadKey, CacheHitSource]] = {}
+        self._to_load: dict[tuple[int, str], tuple[ReqContext, list[BlockKey], list[int]]] = {}
+        self._sources: dict[str, dict[BlockKey, CacheHitSource]] = {}
         self._copies: Counter[str] = Counter()  # under way, by request
         self._finished: dict[str, ReqContext] = {}
-        self._spoiled: set[OffloadKey] = set()
+        self._spoiled: set[BlockKey] = set()
 
     # Look-ups and loads
 
-    def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
+    def leading(self, keys: Sequence[BlockKey], context: ReqContext) -> int | None:
+        """Return how many of the leading blocks can be loaded; ``None``: look up again in the next step.
+
+        What host memory lacks is looked for in the tiers below, and loaded into it.
+        """
+        self._poll()
+        at, are_ready = 0, True
+        while at < len(keys):
+            num_found, are_written = self._host_tier.leading(keys[at:])
+            at, are_ready = at + num_found, are_ready and are_written
+            if at == len(keys) or not self.lower or self._look_below(keys[at], context) is LookupResult.MISS:
+                break
+            at, are_ready = at + 1, False  # go on, so that lower tiers are queried for all blocks
+        return at if are_ready else None
+
+    def lookup(self, key: BlockKey, req_context: ReqContext) -> LookupResult:
         self._poll()
         result: LookupResult = self.host.lookup(key, req_context)
         return result if result is not LookupResult.MISS or not self.lower else self._look_below(key, req_context)
 
-    def get_load_source(self, key: OffloadKey, req_context: ReqContext) -> CacheHitSource:
+    def get_load_source(self, key: BlockKey, req_context: ReqContext) -> CacheHitSource:
         """Return the tier from which a request's block was loaded."""
         return self._sources.get(req_context.req_id, {}).get(key) or self.host.get_load_source(key, req_context)
 
-    def has_loaded(self, req_context: ReqContext) -> bool:
-        """Return whether a lower tier loaded blocks for a request."""
-        return req_context.req_id in self._sources
+    def load_sources(self, keys: Sequence[BlockKey], context: ReqContext) -> list[CacheHitSource]:
+        """Return :meth:`get_load_source` of each block."""
+        sources = self._sources.get(context.req_id)
+        if sources is None:
+            return [CacheHitSource.HOST] * len(keys)
+        return [sources.get(key, CacheHitSource.HOST) for key in keys]
 
-    def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
+    def prepare_load(self, keys: Collection[BlockKey], req_context: ReqContext) -> LoadStoreSpec:
         self._copies[req_context.req_id] += 1
         return self.host.prepare_load(keys, req_context)
 
-    def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
+    def complete_load(self, keys: Collection[BlockKey], req_context: ReqContext) -> None:
         self.host.complete_load(keys, req_context)
         self._end_copy(req_context.req_id)
 
-    def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
+    def touch(self, keys: Collection[BlockKey], req_context: ReqContext) -> None:
         self.host.touch(keys, req_context)
 
     # Stores
 
-    def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
+    def prepare_store(self, keys: Collection[BlockKey], req_context: ReqContext) -> PrepareStoreOutput | None:
         self._poll()  # what has ended can be evicted
         output: PrepareStoreOutput | None = self.host.prepare_store(keys, req_context)
         if output is not None and output.keys_to_store:
             self._copies[req_context.req_id] += 1
         return output
 
-    def complete_store(self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True) -> None:
+    def complete_store(self, keys: Collection[BlockKey], req_context: ReqContext, success: bool = True) -> None:
         is_spoiled = bool(self._spoiled) and not self._spoiled.isdisjoint(keys)
         self._spoiled.difference_update(keys)
         is_stored = success and not is_spoiled
@@ -126,7 +144,7 @@ class TierManager(OffloadingManager):
             self.host.complete_store(keys, req_context, is_stored)
         self._end_copy(req_context.req_id)
 
-    def spoil(self, keys: Collection[OffloadKey]) -> None:
+    def spoil(self, keys: Collection[BlockKey]) -> None:
         """Let pending stores of ``keys`` end as failed."""
         self._spoiled.update(keys)
 
@@ -229,7 +247,7 @@ class TierManager(OffloadingManager):
         assert isinstance(self.host, HostTier)
         return self.host
 
-    def _look_below(self, key: OffloadKey, context: ReqContext) -> LookupResult:
+    def _look_below(self, key: BlockKey, context: ReqContext) -> LookupResult:
         is_unknown = False
         for number, tier in enumerate(self.lower):
             if not context.load_tier_filter.allows(tier.medium, tier.locality):
@@ -241,7 +259,7 @@ class TierManager(OffloadingManager):
             is_unknown |= found is None
         return LookupResult.RETRY if is_unknown else LookupResult.MISS
 
-    def _reserve(self, tier: int, keys: Sequence[OffloadKey], context: ReqContext) -> bool:
+    def _reserve(self, tier: int, keys: Sequence[BlockKey], context: ReqContext) -> bool:
         """Reserve rows for the leading blocks that fit into host memory; return whether there are any.
 
         They are loaded at the end of the step, all of a request at once.
@@ -260,7 +278,7 @@ class TierManager(OffloadingManager):
         return True
 
     def _begin_job(
-        self, tier: int, context: ReqContext, keys: Collection[OffloadKey], rows: list[int], *, is_load: bool
+        self, tier: int, context: ReqContext, keys: Collection[BlockKey], rows: list[int], *, is_load: bool
     ) -> TierJob:
         job = TierJob(self._num_jobs, context, keys if isinstance(keys, list) else list(keys), rows)
         self._num_jobs += 1

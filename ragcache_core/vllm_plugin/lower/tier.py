@@ -5,13 +5,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 
+from ragcache_core.vllm_plugin.cache.kv_groups import BlockKey
 from ragcache_core.vllm_plugin.compat import (
     CacheHitSource,
     Locality,
     Medium,
     OffloadingConnectorStats,
     OffloadingEvent,
-    OffloadKey,
     ReqContext,
     ScheduleEndContext,
 )
@@ -38,7 +38,7 @@ class LowerTier(ABC):
     undeleted_reason: str
 
     @abstractmethod
-    def find(self, key: OffloadKey, context: ReqContext) -> Sequence[OffloadKey] | None:
+    def find(self, key: BlockKey, context: ReqContext) -> Sequence[BlockKey] | None:
         """Return the contiguous blocks to load for a request, from ``key`` on.
 
         None are returned where the tier does not hold ``key``, or loading takes longer than computing; ``None`` where

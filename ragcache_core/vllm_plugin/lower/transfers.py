@@ -10,11 +10,11 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, Protocol
 
 from ragcache_core.types import Tier
-from ragcache_core.vllm_plugin.cache.kv_groups import offload_keys
-from ragcache_core.vllm_plugin.compat import OffloadKey, ReqContext, ScheduleEndContext
+from ragcache_core.vllm_plugin.cache.kv_groups import BlockKey
+from ragcache_core.vllm_plugin.compat import ReqContext, ScheduleEndContext
 from ragcache_core.vllm_plugin.lower.jobs import EndedJob, LoadTransfer, StoreTransfer, TierJob
 from ragcache_core.vllm_plugin.lower.tier import LowerTier
 from ragcache_core.vllm_plugin.offload.host_tier import is_adapted
@@ -130,7 +130,7 @@ class TransferTier(LowerTier):
         """Begin to load; return the transfer, and its longest time in seconds."""
 
     @abstractmethod
-    def _finish_load(self, job: TierJob, load: LoadTransfer) -> Sequence[OffloadKey]:
+    def _finish_load(self, job: TierJob, load: LoadTransfer) -> Sequence[BlockKey]:
         """Return the loaded blocks."""
 
     def _has_room(self, num_blocks: int) -> bool:
@@ -144,10 +144,10 @@ class TransferTier(LowerTier):
 
     # Look-ups
 
-    def _place_of(self, key: OffloadKey, context: ReqContext) -> tuple[RequestState, int] | None:
+    def _place_of(self, key: BlockKey, context: ReqContext) -> tuple[RequestState, int] | None:
         """Return a request, and a block's index in it; ``None`` for a prompt without a request."""
-        state, end = self._controller.state_of(context.req_id), context.get_offload_key_position(key)
-        return None if state is None or end is None else (state, max(end // self._controller.tokens_per_block - 1, 0))
+        state, at = self._controller.state_of(context.req_id), self._tree.locate(self._groups.unit_of(key))
+        return None if state is None or at is None else (state, at.node.start + at.unit)
 
     def _pays(self, state: RequestState, first: int, num_units: int, num_blocks: int) -> tuple[bool, float]:
         """Return whether loading blocks is faster than computing them, and the seconds of computing.
@@ -167,14 +167,14 @@ class TransferTier(LowerTier):
         self._num_to_load += num_blocks if pays else 0
         return pays, saved_s
 
-    def _run_of(self, units: Sequence[Key]) -> Sequence[OffloadKey]:
+    def _run_of(self, units: Sequence[Key]) -> Sequence[BlockKey]:
         """Return the leading blocks that host memory lacks."""
         num_missing = len(units)
         for at, mask in self._in_host(units):
             if mask:
                 num_missing = at + (mask & -mask).bit_length() - 1
                 break
-        return cast("list[OffloadKey]", offload_keys(units[:num_missing], self._groups.main))
+        return self._groups.keys_of(units[:num_missing], self._groups.main)
 
     def _in_host(self, units: Sequence[Key]) -> Iterator[tuple[int, int]]:
         """Yield runs of one tree node: the index of the first block, and which blocks are in host memory."""

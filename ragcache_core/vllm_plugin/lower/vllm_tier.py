@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import compress
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ragcache_core.errors import ConfigError
 from ragcache_core.vllm_plugin.cache.forgetting import OutOfReach
+from ragcache_core.vllm_plugin.cache.kv_groups import BlockKey
 from ragcache_core.vllm_plugin.compat import (
     LookupResult,
     OffloadingConnectorStats,
     OffloadingEvent,
-    OffloadKey,
     ReqContext,
     ScheduleEndContext,
     SecondaryTierManager,
@@ -24,17 +25,19 @@ from ragcache_core.vllm_plugin.lower.tier import LowerTier
 
 if TYPE_CHECKING:
     from ragcache_core.vllm_plugin.cache.forgetting import Forgetting
+    from ragcache_core.vllm_plugin.cache.kv_groups import KVGroups
 
 
 class VLLMTier(LowerTier):
-    """One of vLLM's tiers that stores blocks, such as ``fs`` and ``obj``. It knows no documents."""
+    """One of vLLM's tiers that stores blocks, such as ``fs`` and ``obj``, by vLLM's keys. It knows no documents."""
 
-    def __init__(self, tier: SecondaryTierManager, forgetting: Forgetting) -> None:
+    def __init__(self, tier: SecondaryTierManager, groups: KVGroups, forgetting: Forgetting) -> None:
         self.name, self.source = tier.tier_type, tier.cache_hit_source
         self.medium, self.locality = tier.medium, tier.locality
         self.undeleted_reason = f"vLLM's tier {self.name!r} may keep KV of its own: delete it there"
         self._tier = tier
-        self._open: dict[int, TransferJob] = {}
+        self._groups = groups
+        self._open: dict[int, tuple[TierJob, TransferJob]] = {}
         self._dropped: list[EndedJob] = []
         forgetting.add_holder(OutOfReach(self.undeleted_reason))
 
@@ -47,8 +50,8 @@ class VLLMTier(LowerTier):
                 "tiers: RAGCache has another. Use CacheConfig(shared=...), or vLLM without RAGCache's connector"
             )
 
-    def find(self, key: OffloadKey, context: ReqContext) -> Sequence[OffloadKey] | None:
-        result = self._tier.lookup(key, context)
+    def find(self, key: BlockKey, context: ReqContext) -> Sequence[BlockKey] | None:
+        result = self._tier.lookup(*self._groups.offload_keys([key]), context)
         if result in (LookupResult.RETRY, LookupResult.HIT_PENDING):
             return None
         return (key,) if result is LookupResult.HIT else ()
@@ -66,11 +69,12 @@ class VLLMTier(LowerTier):
     def take_ended(self) -> Iterable[EndedJob]:
         ended, self._dropped = self._dropped, []
         for result in self._tier.get_finished_jobs():
-            job = self._open.pop(result.job_id)
-            came = job.keys if result.success else frozenset(result.successful_keys or ())
-            ended.append(EndedJob(job.job_id, [key for key in job.keys if key in came] if job.is_promotion else ()))
-            if not job.is_promotion and result.success and self._tier.bp_detector is not None:
-                self._tier.bp_detector.update(job.submit_time, len(job.keys) * self._tier.block_size_bytes)
+            job, begun = self._open.pop(result.job_id)
+            came = begun.keys if result.success else frozenset(result.successful_keys or ())
+            is_loaded = [begun.is_promotion and key in came for key in begun.keys]
+            ended.append(EndedJob(job.number, [*compress(job.keys, is_loaded)]))
+            if not begun.is_promotion and result.success and self._tier.bp_detector is not None:
+                self._tier.bp_detector.update(begun.submit_time, len(job.keys) * self._tier.block_size_bytes)
         return ended
 
     def begin_request(self, context: ReqContext) -> None:
@@ -104,5 +108,6 @@ class VLLMTier(LowerTier):
 
     def _begin(self, job: TierJob, *, is_load: bool) -> TransferJob:
         rows = np.array(job.rows, dtype=np.int32)
-        self._open[job.number] = begun = TransferJob(job.number, job.keys, rows, is_load, job.context)
+        begun = TransferJob(job.number, self._groups.offload_keys(job.keys), rows, is_load, job.context)
+        self._open[job.number] = job, begun
         return begun

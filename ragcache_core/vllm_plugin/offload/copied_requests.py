@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ragcache_core.log import logger_of
-from ragcache_core.vllm_plugin.cache.kv_groups import offload_keys
+from ragcache_core.vllm_plugin.cache.kv_groups import BlockKey, KVGroups
 from ragcache_core.vllm_plugin.compat import (
     CacheHitSource,
     ChunkedLocalAttentionSpec,
@@ -16,7 +16,6 @@ from ragcache_core.vllm_plugin.compat import (
     Locality,
     MambaSpec,
     Medium,
-    OffloadKey,
     ReqContext,
     SlidingWindowSpec,
     TierFilter,
@@ -112,6 +111,19 @@ def _num_window_blocks(spec: KVCacheSpec, tokens_per_block: int) -> int | None:
     return int(-(-num_tokens // tokens_per_block))
 
 
+class LoadedRun(NamedTuple):
+    """Consecutive blocks of a load: the first token of the first one, tokens of a block, and their keys."""
+
+    first_token: int
+    block_tokens: int
+    keys: Sequence[BlockKey]
+
+    def before(self, end: int) -> LoadedRun:
+        """Return the blocks with tokens before ``end``."""
+        num_blocks = max(-(-(end - self.first_token) // self.block_tokens), 0)
+        return LoadedRun(self.first_token, self.block_tokens, self.keys[:num_blocks])
+
+
 @dataclass(slots=True, eq=False)
 class CopiedRequest:
     """The state of a request's copies, from its arrival until the last one ends.
@@ -119,7 +131,7 @@ class CopiedRequest:
     Attributes:
         request, context: as vLLM and the tiers know it.
         groups: of the engine.
-        places_keys: whether the context has the place of each key, by which lower tiers ask what a load saves.
+        key_groups: how their blocks are named.
         num_stored: for each group the blocks that need no store any more.
         retry_tokens: while fewer tokens are computed, nothing is stored, as host memory had no room.
         num_local_tokens: tokens that the GPU had at the last look-up.
@@ -129,14 +141,14 @@ class CopiedRequest:
         last_blocks: its block table when it ended.
         is_ended: whether the tiers know that it ended.
         deferred_since_s: since when its look-up is deferred.
-        loaded: which tokens were loaded under which key: first, end, key.
+        loaded: the blocks of its load.
         sources: for as many loaded tokens, how many came from which tier.
     """
 
     request: Request
     context: ReqContext
     groups: Sequence[KeyGroup]
-    places_keys: bool = False
+    key_groups: KVGroups = field(default_factory=KVGroups)
     num_stored: list[int] = field(init=False)
     retry_tokens: int = 0
     num_local_tokens: int = 0
@@ -147,16 +159,16 @@ class CopiedRequest:
     last_blocks: tuple[list[int], ...] = ()
     is_ended: bool = False
     deferred_since_s: float | None = None
-    loaded: list[tuple[int, int, OffloadKey]] = field(default_factory=list)
+    loaded: list[LoadedRun] = field(default_factory=list)
     sources: tuple[int, dict[CacheHitSource, int]] | None = None
-    _keys: list[list[OffloadKey]] = field(init=False)
+    _keys: list[list[BlockKey]] = field(init=False)
 
     def __post_init__(self) -> None:
         self.num_stored = [0] * len(self.groups)
         self._keys = [[] for _ in self.groups]
 
     @classmethod
-    def of(cls, request: Request, groups: Sequence[KeyGroup], *, places_keys: bool) -> CopiedRequest:
+    def of(cls, request: Request, groups: Sequence[KeyGroup], key_groups: KVGroups) -> CopiedRequest:
         """Return the state of a new request, with its copy settings in ``kv_transfer_params``."""
         params = request.kv_transfer_params or {}
         filtered = {} if (tiers := params.get("kv_load_tiers")) is None else {"load_tier_filter": tier_filter(tiers)}
@@ -171,25 +183,21 @@ class CopiedRequest:
             request,
             context,
             groups,
-            places_keys,
+            key_groups,
             most_loaded=limits.get("max_load_tokens"),
             most_stored=limits.get("max_offload_tokens"),
         )
 
-    def keys_of(self, number: int) -> list[OffloadKey]:
+    def keys_of(self, number: int) -> list[BlockKey]:
         """Return the keys of a group's blocks, for full blocks of the request."""
         group, keys = self.groups[number], self._keys[number]
         every, hashes = group.hashes_per_chunk, self.request.block_hashes
         if (len(keys) + 1) * every <= len(hashes):
             new = hashes[len(keys) * every + every - 1 :: every]
-            first = len(keys)
-            keys += cast("list[OffloadKey]", offload_keys(new, group.group_idx))
-            if self.places_keys:
-                for index in range(first, len(keys)):
-                    self.context.set_offload_key_position(keys[index], (index + 1) * group.tokens_per_block)
+            keys += self.key_groups.keys_of(new, group.group_idx)
         return keys
 
-    def key_at(self, number: int, num_tokens: int) -> OffloadKey:
+    def key_at(self, number: int, num_tokens: int) -> BlockKey:
         """Return the key of the block of a group that ends after that many tokens."""
         return self.keys_of(number)[num_tokens // self.groups[number].tokens_per_block - 1]
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
 
-    from ragcache_core.vllm_plugin.compat import OffloadKey
+    from ragcache_core.vllm_plugin.cache.kv_groups import BlockKey
     from ragcache_core.vllm_plugin.lower.manager import TierManager
     from ragcache_core.vllm_plugin.offload.copied_requests import CopiedRequest, KeyGroup
     from ragcache_core.vllm_plugin.offload.host_tier import HostTier
@@ -29,7 +29,7 @@ class CopyJob:
     """
 
     copied: CopiedRequest
-    keys: Sequence[OffloadKey]
+    keys: Sequence[BlockKey]
     blocks: frozenset[int] | None
     is_by_layer: bool
     num_pending: int
@@ -73,7 +73,7 @@ class CopyJobs:
     def begin(
         self,
         copied: CopiedRequest,
-        keys: Sequence[OffloadKey],
+        keys: Sequence[BlockKey],
         *,
         blocks: frozenset[int] | None = None,
         is_by_layer: bool = False,

@@ -32,11 +32,10 @@ from ragcache_core.vllm_plugin.compat import (
     OffloadingEventsTracker,
     OffloadingTransferJob,
     OffloadingWorkerMetadata,
-    OffloadKey,
     RequestStatus,
     ScheduleEndContext,
 )
-from ragcache_core.vllm_plugin.offload.copied_requests import CopiedRequest, read_key_groups
+from ragcache_core.vllm_plugin.offload.copied_requests import CopiedRequest, LoadedRun, read_key_groups
 from ragcache_core.vllm_plugin.offload.copy_jobs import CopyJobs, blocks_written
 from ragcache_core.vllm_plugin.offload.copy_stats import CopyStats
 from ragcache_core.vllm_plugin.offload.host_tier import HostTier
@@ -52,6 +51,7 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
+    from ragcache_core.vllm_plugin.cache.kv_groups import BlockKey
     from ragcache_core.vllm_plugin.compat import OffloadingConnectorStats, TieringOffloadingSpec
     from ragcache_core.vllm_plugin.lower.manager import TierManager
 
@@ -77,6 +77,7 @@ class CopyScheduler:
         assert isinstance(manager.host, HostTier)
         self._manager = manager
         self._groups = read_key_groups(spec.config, kv_cache_config)
+        self._key_groups = manager.host.groups
         self._has_states = any(group.is_handed_over for group in self._groups)
         self._jobs = CopyJobs(manager, manager.host, num_workers=vllm_config.parallel_config.world_size)
         self._events: OffloadingEventsTracker | None = None
@@ -88,7 +89,7 @@ class CopyScheduler:
         self._storing: dict[str, CopiedRequest] = {}  # those that run and may store more
         self._ended: list[CopiedRequest] = []  # since the last step
         self._shares_loads = bool(vllm_config.cache_config.enable_prefix_caching)
-        self._loading: set[OffloadKey] = set()
+        self._loading: set[BlockKey] = set()
         # Of the next step
         self._loads: dict[int, OffloadingTransferJob] = {}
         self._layer_loads: list[LayerLoad] = []
@@ -109,7 +110,7 @@ class CopyScheduler:
 
     def on_new_request(self, request: Request) -> None:
         """Add a new request."""
-        copied = CopiedRequest.of(request, self._groups, places_keys=bool(self._manager.lower))
+        copied = CopiedRequest.of(request, self._groups, self._key_groups)
         self._requests[request.request_id] = copied
         self._manager.on_new_request(copied.context)
 
@@ -170,7 +171,7 @@ class CopyScheduler:
         self._layer_loads.append(LayerLoad(number, rows, np.array(targets, np.int64)))
         self._fenced += targets
         copied.num_stored[0] = max(copied.num_stored[0], end)
-        copied.loaded = [((first + i) * size, (first + i + 1) * size, key) for i, key in enumerate(keys)]
+        copied.loaded = [LoadedRun(first * size, size, keys)]
         copied.sources = None
 
     def request_finished_all_groups(
@@ -317,14 +318,14 @@ class CopyScheduler:
 
     def _plan_load(
         self, copied: CopiedRequest, blocks: KVCacheBlocks, num_external_tokens: int
-    ) -> tuple[list[OffloadKey], list[int], list[int], list[int]]:
+    ) -> tuple[list[BlockKey], list[int], list[int], list[int]]:
         """Return keys and blocks of a load; per group the number of blocks, and the first block's index.
 
         A group is loaded from its first block that holds nothing yet: the blocks before lie on the GPU, or are outside
         of its window.
         """
         first, end = copied.num_local_tokens, copied.num_local_tokens + num_external_tokens
-        keys: list[OffloadKey] = []
+        keys: list[BlockKey] = []
         targets: list[int] = []
         sizes: list[int] = []
         firsts: list[int] = []
@@ -341,9 +342,9 @@ class CopyScheduler:
             firsts.append(begin)
             copied.num_stored[number] = num_blocks
             if group.is_handed_over:  # a state replaces all earlier blocks
-                copied.loaded += [(first, end, key) for key in loaded]
+                copied.loaded += [LoadedRun(first, end - first, [key]) for key in loaded]
             else:
-                copied.loaded += [(i * size, min((i + 1) * size, end), key) for i, key in enumerate(loaded, begin)]
+                copied.loaded.append(LoadedRun(begin * size, size, loaded))
         return keys, targets, sizes, firsts
 
     def _sources(self, copied: CopiedRequest, num_tokens: int) -> dict[CacheHitSource, int]:
@@ -351,19 +352,23 @@ class CopyScheduler:
         first, end = copied.num_local_tokens, copied.num_local_tokens + num_tokens
         found: Counter[CacheHitSource] = Counter()
         if len(self._groups) == 1:  # whose ranges do not overlap
-            is_host = not self._manager.has_loaded(copied.context)
-            for begin, stop, key in copied.loaded:
-                source = CacheHitSource.HOST if is_host else self._manager.get_load_source(key, copied.context)
-                found[source] += max(min(stop, end) - max(begin, first), 0)
+            for run in copied.loaded:
+                begin, size, keys = run.before(end)
+                sources = self._manager.load_sources(keys, copied.context)
+                for source, count in Counter(sources).items():
+                    found[source] += count * size
+                if sources:
+                    found[sources[-1]] -= max(begin + len(keys) * size - end, 0)
         else:
             sources_at: dict[int, list[CacheHitSource]] = {}
             size = min(group.tokens_per_block for group in self._groups)
-            for begin, stop, key in copied.loaded:
-                source = self._manager.get_load_source(key, copied.context)
-                for position in range(max(begin, first), min(stop, end), size):
-                    sources_at.setdefault(position, []).append(source)
-            for position, sources in sources_at.items():
-                found[CacheHitSource.outermost(sources)] += min(size, end - position)
+            for begin, num_each, keys in copied.loaded:
+                sources = self._manager.load_sources(keys, copied.context)
+                for start, source in zip(range(begin, end, num_each), sources, strict=False):
+                    for position in range(max(start, first), min(start + num_each, end), size):
+                        sources_at.setdefault(position, []).append(source)
+            for position, several in sources_at.items():
+                found[CacheHitSource.outermost(several)] += min(size, end - position)
         found[CacheHitSource.EXTERNAL_UNSPECIFIED] += num_tokens - found.total()
         return {source: count for source, count in found.items() if count}
 
@@ -372,9 +377,10 @@ class CopyScheduler:
             self._stats.on_deferred(time.monotonic() - copied.deferred_since_s)
             copied.deferred_since_s = None
 
-    def _emit_hit(self, copied: CopiedRequest, number: int, index: int, key: OffloadKey) -> None:
+    def _emit_hit(self, copied: CopiedRequest, number: int, index: int, key: BlockKey) -> None:
         assert self._events is not None
-        self._events.record_lookup(copied.request, self._groups[number], index, key)
+        (named,) = self._key_groups.offload_keys([key])
+        self._events.record_lookup(copied.request, self._groups[number], index, named)
 
     # Stores
 
@@ -426,7 +432,7 @@ class CopyScheduler:
         if num_tokens < copied.retry_tokens:
             return None
         ranges: list[range] = []
-        offered: list[OffloadKey] = []
+        offered: list[BlockKey] = []
         for number, group in enumerate(self._groups):
             blocks = block_ids[group.group_idx]
             places = range(copied.num_stored[number], copied.num_storable(number, num_tokens, len(blocks)))
@@ -450,22 +456,23 @@ class CopyScheduler:
         if output is None or not output.keys_to_store:
             return None
         chosen = output.keys_to_store
-        is_whole, wanted = len(chosen) == len(offered), frozenset(chosen)
+        first_chosen = offered.index(chosen[0])
+        is_run, wanted = offered[first_chosen : first_chosen + len(chosen)] == chosen, frozenset(chosen)
         sources: list[int] = []
         sizes, firsts = [0] * len(ranges), [0] * len(ranges)
         for number, (group, places) in enumerate(zip(self._groups, ranges, strict=True)):
             if not places or group.is_handed_over:
                 continue
             blocks, keys = block_ids[group.group_idx], copied.keys_of(number)
-            if is_whole and len(ranges) == 1 and group.sliding_window_size_in_chunks is None:
-                stored: Collection[int] = places
+            if is_run and len(ranges) == 1 and group.sliding_window_size_in_chunks is None:
+                stored: Collection[int] = places[first_chosen : first_chosen + len(chosen)]
             else:
                 stored = [i for i in places if keys[i] in wanted and blocks[i]]
-            sources += [blocks[i] for i in stored]
+            sources += blocks[stored.start : stored.stop] if isinstance(stored, range) else [blocks[i] for i in stored]
             sizes[number], firsts[number] = len(stored), next(iter(stored), 0)
             if self._events is not None:
-                for i in stored:
-                    self._events.record_store(copied.request, group, i, keys[i])
+                for i, key in zip(stored, self._key_groups.offload_keys(keys[i] for i in stored), strict=True):
+                    self._events.record_store(copied.request, group, i, key)
         source = GPULoadStoreSpec(sources, group_sizes=sizes, block_indices=firsts)
         job = self._jobs.begin(copied, chosen, blocks=frozenset(sources))
         stores[job] = OffloadingTransferJob(copied.request.request_id, source, output.store_spec)

@@ -14,7 +14,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import chain, compress, islice, repeat
+from itertools import chain, compress, filterfalse, islice, repeat
 from typing import TYPE_CHECKING, Final, TypeVar, cast
 
 import numpy as np
@@ -22,14 +22,7 @@ import numpy as np
 from ragcache_core.tree import NO_OWNER, EvictedRun, Location, admit, admit_within_quotas, total_size
 from ragcache_core.types import Tier
 from ragcache_core.vllm_plugin.cache.forgetting import Forgotten, Freed
-from ragcache_core.vllm_plugin.cache.kv_groups import (
-    OtherBlocks,
-    group_of,
-    offload_key,
-    offload_keys,
-    unit_of,
-    units_of,
-)
+from ragcache_core.vllm_plugin.cache.kv_groups import BlockKey, OtherBlocks
 from ragcache_core.vllm_plugin.compat import (
     CacheHitSource,
     CPULoadStoreSpec,
@@ -37,7 +30,6 @@ from ragcache_core.vllm_plugin.compat import (
     Medium,
     OffloadingConnectorStats,
     OffloadingEvent,
-    OffloadKey,
     PrepareStoreOutput,
     ReqContext,
     RequestOffloadingContext,
@@ -99,15 +91,15 @@ class HostTier:
         self.groups = controller.groups
         self.events: list[OffloadingEvent] | None = [] if has_events else None
         self.rows = HostRows(num_rows)
-        self.promises: Promises[OffloadKey] = Promises()
-        self._to_hold: list[OffloadKey] = []  # promised by the look-up under way
+        self.promises: Promises[BlockKey] = Promises()
+        self._to_hold: list[BlockKey] = []  # promised by the look-up under way
         self.journal: HostIndex | None = None
         self.num_other_blocks = 0
         self.num_rows = num_rows
         self._is_selective = is_selective
         self._tree = controller.tree
         self._tier = controller.tree.tiers[Tier.HOST]
-        self._loose: dict[OffloadKey, int] = {}
+        self._loose: dict[BlockKey, int] = {}
         """Rows of blocks that are no unit of the tree: of other groups, and unknown ones."""
         self._num_reads = array("i", bytes(4 * num_rows))
         """Transfers that read each row; -1 until it is written."""
@@ -117,8 +109,8 @@ class HostTier:
         self._num_read = self._num_written = 0  # blocks that transfers read, or write
         self._are_kept_forgotten = False
         """Rows that copies from before a reset use may hold what was forgotten."""
-        self._unknown: dict[OffloadKey, None] = {}  # here, but not in the tree
-        self._others: OtherBlocks[OffloadKey] = OtherBlocks(self.groups, controller.tree, Tier.HOST)
+        self._unknown: dict[BlockKey, None] = {}  # here, but not in the tree
+        self._others: OtherBlocks[BlockKey] = OtherBlocks(self.groups, controller.tree, Tier.HOST)
         self._stats = HostStats(num_rows)
         self._region = region
         self._view: memoryview | None = None if region is None else region.create_kv_memoryview()
@@ -134,24 +126,37 @@ class HostTier:
         """Drop a request's promises."""
         self.drop_promises(req_context.req_id)
 
-    def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
+    def lookup(self, key: BlockKey, req_context: ReqContext) -> LookupResult:
         """Return whether a block is here, and promise it to the looked-up request."""
-        row = self.row_of(key)
-        if row is None or key in self.controller.leaving:
+        num_found, is_written = self.leading([key])
+        if not num_found:
             return LookupResult.MISS
-        is_writing = self._num_reads[row] == _WRITING
-        if self.promises.is_looking_up and self.promises.add(key, is_ready=not is_writing):
-            self._to_hold.append(key)
-        return LookupResult.HIT_PENDING if is_writing else LookupResult.HIT
+        return LookupResult.HIT if is_written else LookupResult.HIT_PENDING
 
-    def get_load_source(self, key: OffloadKey, req_context: ReqContext) -> CacheHitSource:
+    def leading(self, keys: Sequence[BlockKey]) -> tuple[int, bool]:
+        """Return how many of the leading blocks are here, and whether all are written.
+
+        They are promised to the looked-up request.
+        """
+        rows, leaving = self._rows(keys), self.controller.leaving
+        num_found = rows.index(None) if None in rows else len(rows)
+        if leaving:
+            num_found = next((i for i, key in enumerate(keys[:num_found]) if key in leaving), num_found)
+        found = keys[:num_found]
+        is_writing = self._reads_of[cast("list[int]", rows[:num_found])] == _WRITING
+        are_written = not is_writing.any()
+        if self.promises.is_looking_up:
+            self._to_hold += self.promises.add(found, () if are_written else _chosen(found, is_writing))
+        return num_found, are_written
+
+    def get_load_source(self, key: BlockKey, req_context: ReqContext) -> CacheHitSource:
         """Return the tier's name for statistics."""
         return CacheHitSource.HOST
 
-    def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
+    def touch(self, keys: Collection[BlockKey], req_context: ReqContext) -> None:
         """Do nothing, as the tree counts accesses per request."""
 
-    def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> CPULoadStoreSpec:
+    def prepare_load(self, keys: Collection[BlockKey], req_context: ReqContext) -> CPULoadStoreSpec:
         """Hold blocks for reading, and return their rows."""
         rows = self.rows_of(keys)
         num_reads = self._reads_of[rows]
@@ -162,7 +167,7 @@ class HostTier:
         self._reads_of[rows] += 1
         return CPULoadStoreSpec(rows)
 
-    def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
+    def complete_load(self, keys: Collection[BlockKey], req_context: ReqContext) -> None:
         """Release blocks after reading."""
         rows = self.rows_of(keys)
         num_reads = self._reads_of[rows]
@@ -173,7 +178,7 @@ class HostTier:
         self._num_read -= len(released)
         self._release(released, _chosen(rows, is_last))
 
-    def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
+    def prepare_store(self, keys: Collection[BlockKey], req_context: ReqContext) -> PrepareStoreOutput | None:
         """Return rows for a request's new blocks; ``None`` if too few can be evicted.
 
         What ranks below all that would have to go is not stored.
@@ -184,7 +189,7 @@ class HostTier:
         return self._store(kept, new if kept is offered else self._not_here(kept), req_context, chosen)
 
     def complete_store(
-        self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True, num_readers: int = 0
+        self, keys: Collection[BlockKey], req_context: ReqContext, success: bool = True, num_readers: int = 0
     ) -> None:
         """Make written blocks available; drop them after a failure.
 
@@ -212,7 +217,7 @@ class HostTier:
 
     complete_read, complete_write = complete_load, complete_store
 
-    def prepare_write(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
+    def prepare_write(self, keys: Sequence[BlockKey], req_context: ReqContext) -> PrepareStoreOutput | None:
         """Return rows for blocks from a lower tier, within space and quota; ``None`` for none.
 
         What finds no room is left out from the end.
@@ -267,23 +272,23 @@ class HostTier:
 
     # For the connector
 
-    def rows_of(self, keys: Collection[OffloadKey]) -> list[int]:
+    def rows_of(self, keys: Collection[BlockKey]) -> list[int]:
         """Return the rows of stored blocks."""
         _, rows = self._here(keys)
         assert len(rows) == len(keys), "a block is not here"
         return rows
 
-    def contents(self) -> dict[OffloadKey, int]:
+    def contents(self) -> dict[BlockKey, int]:
         """Return the row of each block that is here; O(blocks)."""
         rows = dict(self._loose)
         for node in self._tree.nodes():
             units = cast("list[Key]", node.keys) if self._tier.slots[node.id] is not None else []
-            keys = cast("list[OffloadKey]", offload_keys(units, self.groups.main))
+            keys = self.groups.keys_of(units, self.groups.main)
             slots = self._tier.slots[node.id] or ()
             rows |= {key: row for key, row in zip(keys, slots, strict=False) if row is not None}
         return rows
 
-    def row_of(self, key: OffloadKey) -> int | None:
+    def row_of(self, key: BlockKey) -> int | None:
         """Return the row of a stored block."""
         if key in self._loose:
             return self._loose[key]
@@ -309,7 +314,7 @@ class HostTier:
         if dropped := self.promises.drop(request_id):
             self._unhold(dropped)
 
-    def adopt(self, rows: Mapping[OffloadKey, int]) -> None:
+    def adopt(self, rows: Mapping[BlockKey, int]) -> None:
         """Add blocks of an earlier engine in their rows; the tier is empty, and the tree has them."""
         assert not self._loose
         self.rows.take(rows.values())
@@ -328,7 +333,7 @@ class HostTier:
         is_ready = self._reads_of[rows] != _WRITING
         ready, rows = _chosen(keys, is_ready), _chosen(rows, is_ready)
         journal.remove(rows)
-        self._record(ready, rows, units_of(ready))
+        self._record(ready, rows, self.groups.units_of(ready))
 
     # A holder of what may be forgotten
 
@@ -359,9 +364,7 @@ class HostTier:
 
     # Inside
 
-    def _admit(
-        self, keys: Collection[OffloadKey]
-    ) -> tuple[Collection[OffloadKey], Sequence[OffloadKey], list[EvictedRun]]:
+    def _admit(self, keys: Collection[BlockKey]) -> tuple[Collection[BlockKey], Sequence[BlockKey], list[EvictedRun]]:
         """Return which of the ``keys`` are here or worth their rows, which are new, and what was evicted for them.
 
         Of other groups that is what a hit may need.
@@ -372,31 +375,32 @@ class HostTier:
         num_free, new = self.rows.num_free, self._not_here(keys)
         if has_groups or not self._is_selective or len(keys) <= num_free:
             return keys, new, []
-        units = units_of(keys)
+        units = self.groups.units_of(keys)
         shield = self._tree.shielded(units)
         num_spare = len(self._spare(set(keys), len(self._unknown))) if self._unknown else 0
-        new_units = units if len(new) == len(keys) else units_of(new)
+        new_units = units if len(new) == len(keys) else self.groups.units_of(new)
         admission = admit(self._tree, Tier.HOST, new_units, num_free + num_spare, shield)
         if admission.num_admitted < len(new):
-            left_out = set(new[admission.num_admitted :])
-            keys, new = [key for key in keys if key not in left_out], new[: admission.num_admitted]
+            left_out = new[admission.num_admitted :]
+            keys, new = [*filterfalse(frozenset(left_out).__contains__, keys)], new[: admission.num_admitted]
         return keys, new, admission.evicted
 
-    def _within_quotas(self, keys: Collection[OffloadKey]) -> Collection[OffloadKey]:
+    def _within_quotas(self, keys: Collection[BlockKey]) -> Collection[BlockKey]:
         """Return which of a request's ``keys`` may be stored, evicting others of the same owners."""
         if not self._tree.tiers[Tier.HOST].shares.quotas:
             return keys
         new = [key for key in keys if self.groups.is_main(key) and self.row_of(key) is None]
+        unit_of, units_of = self.groups.unit_of, self.groups.units_of
         shield = self._tree.shielded(units_of(keys))
-        num_admitted, evicted = admit_within_quotas(self._tree, Tier.HOST, [*map(unit_of, new)], shield)
+        num_admitted, evicted = admit_within_quotas(self._tree, Tier.HOST, units_of(new), shield)
         self._free_evicted(evicted, [])
         left_out = {unit_of(key) for key in new[num_admitted:]}
         return [key for key in keys if unit_of(key) not in left_out]
 
     def _store(
         self,
-        keys: Collection[OffloadKey],
-        new: Sequence[OffloadKey],
+        keys: Collection[BlockKey],
+        new: Sequence[BlockKey],
         req_context: ReqContext,
         chosen: list[EvictedRun],
     ) -> PrepareStoreOutput | None:
@@ -409,7 +413,7 @@ class HostTier:
         self._insert(new, rows, _WRITING, is_fleeting=is_adapted(req_context))
         return PrepareStoreOutput(keys_to_store=new, store_spec=CPULoadStoreSpec(rows), evicted_keys=[])  # never read
 
-    def _evict(self, num: int, protected: Collection[OffloadKey], chosen: list[EvictedRun]) -> bool:
+    def _evict(self, num: int, protected: Collection[BlockKey], chosen: list[EvictedRun]) -> bool:
         """Free ``num`` rows, and those of ``chosen`` units; return False where too little can go."""
         if num <= 0 and not chosen:
             return True
@@ -419,7 +423,7 @@ class HostTier:
         runs: list[EvictedRun] | None = chosen
         if num > num_chosen + len(spare):
             assert not chosen, "what was admitted has room"
-            shield = self._tree.shielded(units_of(protected))
+            shield = self._tree.shielded(self.groups.units_of(protected))
             size_of = others.size_of if others else None
             owners = (at.node.owner for key in protected if (at := self._locate(key)) is not None)
             owner = next(owners, NO_OWNER)
@@ -434,7 +438,7 @@ class HostTier:
         self._free_evicted(runs, spare)
         return True
 
-    def _free_evicted(self, evicted: Sequence[EvictedRun], spare: Iterable[OffloadKey]) -> None:
+    def _free_evicted(self, evicted: Sequence[EvictedRun], spare: Iterable[BlockKey]) -> None:
         """Free the rows of units that the tree has evicted, with what goes with them, and those of ``spare`` blocks."""
         units = cast("list[Key]", [*chain.from_iterable(run.keys for run in evicted)])
         beside = chain.from_iterable(map(self._others.of_unit, units)) if self._others else ()
@@ -444,9 +448,9 @@ class HostTier:
         if self.journal is not None:
             self.journal.remove(rows)
         if self.events is not None:
-            self._emit([*loose, *cast("list[OffloadKey]", offload_keys(units, self.groups.main))], removed=True)
+            self._emit([*loose, *self.groups.keys_of(units, self.groups.main)], removed=True)
 
-    def _insert(self, keys: Sequence[OffloadKey], rows: Sequence[int], num_reads: int, *, is_fleeting: bool) -> None:
+    def _insert(self, keys: Sequence[BlockKey], rows: Sequence[int], num_reads: int, *, is_fleeting: bool) -> None:
         """Assign blocks to rows, held until :meth:`_release`."""
         self._reads_of[rows] = num_reads
         self._is_fleeting[rows] = is_fleeting
@@ -454,7 +458,7 @@ class HostTier:
         main, main_rows = [*compress(keys, is_unit)], [*compress(rows, is_unit)]
         self.num_other_blocks += len(keys) - len(main)  # such a block is the tier's once nothing uses it
         num_units = 0
-        for at, (node, first), length in self._tree.runs(units_of(main)):
+        for at, (node, first), length in self._tree.runs(self.groups.units_of(main)):
             end = first + length
             self._tier.slots_of(node)[first:end] = main_rows[at : at + length]
             self._tree.acquire_units(node, (1 << end) - (1 << first), Tier.HOST)
@@ -468,78 +472,83 @@ class HostTier:
                 if not is_known:
                     self._unknown[key] = None
         if self.promises.is_looking_up:  # they are held already
-            for key in keys:
-                self.promises.add(key, is_ready=num_reads != _WRITING)
+            self.promises.add(keys, keys if num_reads == _WRITING else ())
 
-    def _not_here(self, keys: Collection[OffloadKey]) -> list[OffloadKey]:
-        found, _ = self._here(keys)
-        here = frozenset(found)
-        return [key for key in keys if key not in here] if here else [*keys]
+    def _not_here(self, keys: Collection[BlockKey]) -> list[BlockKey]:
+        rows = self._rows(keys)
+        num_here = rows.index(None) if None in rows else len(rows)
+        if rows.count(None) == len(rows) - num_here:  # none is here behind the first that is not
+            return [*islice(keys, num_here, None)]
+        return [key for key, row in zip(keys, rows, strict=True) if row is None]
 
-    def _here(self, keys: Collection[OffloadKey]) -> tuple[Sequence[OffloadKey], list[int]]:
-        """Return which blocks are here, and their rows; O(nodes) where all are units in the order of their path."""
-        rows = [*map(self._loose.get, keys)]
-        is_unit = [*map(self.groups.is_main, keys)] if self._others.has_groups else repeat(True)
-        places = [*compress(range(len(rows)), is_unit)]
-        for at, (node, first), length in self._tree.runs(units_of(compress(keys, is_unit))):
-            if self._tier.slots[node.id] is not None:
-                slots = self._tier.slots_of(node)[first : first + length]
-                for place, row in zip(places[at : at + length], slots, strict=True):
-                    rows[place] = rows[place] if row is None else row
+    def _here(self, keys: Collection[BlockKey]) -> tuple[Sequence[BlockKey], list[int]]:
+        """Return which blocks are here, and their rows."""
+        rows = self._rows(keys)
         if None not in rows:
             return [*keys], cast("list[int]", rows)
         found = [(key, row) for key, row in zip(keys, rows, strict=True) if row is not None]
         return [key for key, _ in found], [row for _, row in found]
 
-    def _main_of(self, keys: Sequence[OffloadKey]) -> Sequence[OffloadKey]:
-        """Return the full-attention blocks."""
-        return [key for key in keys if self.groups.is_main(key)] if self._others.has_groups else keys
+    def _rows(self, keys: Collection[BlockKey]) -> list[int | None]:
+        """Return the row of each block that is here; O(nodes) where all are units in the order of their path."""
+        rows: list[int | None] = [*map(self._loose.get, keys)]
+        is_unit = [*map(self.groups.is_main, keys)] if self._others.has_groups else repeat(True)
+        places = [*compress(range(len(rows)), is_unit)]
+        for at, (node, first), length in self._tree.runs(self.groups.units_of([*compress(keys, is_unit)])):
+            if self._tier.slots[node.id] is not None:
+                slots = self._tier.slots_of(node)[first : first + length]
+                if not (self._loose or self._others.has_groups):
+                    rows[at : at + length] = slots
+                    continue
+                for place, row in zip(places[at : at + length], slots, strict=True):
+                    rows[place] = rows[place] if row is None else row
+        return rows
 
-    def _hold(self, keys: Sequence[OffloadKey]) -> None:
+    def _hold(self, keys: Sequence[BlockKey]) -> None:
         """Protect blocks from eviction."""
-        main = self._main_of(keys)
+        main = self.groups.main_of(keys)
         if len(main) < len(keys):
             for key in keys:
                 self._others.discard(key)
-        for node, units in self._tree.units_of(units_of(main)).items():
+        for node, units in self._tree.units_of(self.groups.units_of(main)).items():
             self._tree.acquire_units(node, units, Tier.HOST)
 
-    def _release(self, keys: Sequence[OffloadKey], rows: Sequence[int]) -> None:
+    def _release(self, keys: Sequence[BlockKey], rows: Sequence[int]) -> None:
         """Make blocks evictable that no transfer uses, unless they are promised."""
         if self._others.has_groups or self.promises:
             if self.journal is not None:
-                self._record(keys, rows, units_of(keys))
+                self._record(keys, rows, self.groups.units_of(keys))
             self._unhold([key for key in keys if key not in self.promises] if self.promises else keys)
             return
-        units = units_of(keys)
+        units = self.groups.units_of(keys)
         if self.journal is not None:
             self._record(keys, rows, units)
         for node, mask in self._tree.units_of(units).items():
             self._tree.release_units(node, mask, Tier.HOST)
 
-    def _unhold(self, keys: Collection[OffloadKey]) -> None:
+    def _unhold(self, keys: Collection[BlockKey]) -> None:
         """Make blocks evictable, except those that a transfer uses."""
         here, rows = self._here(keys)
         idle = _chosen(here, self._reads_of[rows] == 0)
-        main = self._main_of(idle)
+        main = self.groups.main_of(idle)
         for key in idle if len(main) < len(idle) else ():
             if not self.groups.is_main(key) and self._locate(key) is not None:
-                group = group_of(key)
-                self._others.add(key, group, unit_of(key), partial(self._has, group=group))
-        for node, units in self._tree.units_of(units_of(main)).items():
+                group = self.groups.group_of(key)
+                self._others.add(key, group, self.groups.unit_of(key), partial(self._has, group=group))
+        for node, units in self._tree.units_of(self.groups.units_of(main)).items():
             self._tree.release_units(node, units, Tier.HOST)
 
-    def _record(self, keys: Sequence[OffloadKey], rows: Sequence[int], units: Sequence[Key]) -> None:
+    def _record(self, keys: Sequence[BlockKey], rows: Sequence[int], units: Sequence[Key]) -> None:
         """Have the journal note what lies in the rows of blocks, as far as it may outlive the engine."""
         journal, tree = self.journal, self._tree
         assert journal is not None
         is_lasting = ~self._is_fleeting[rows]
         if not is_lasting.all():
-            keys, rows, units = (_chosen(each, is_lasting) for each in (keys, rows, units))
+            keys, rows, units = _chosen(keys, is_lasting), _chosen(rows, is_lasting), _chosen(units, is_lasting)
         if self._others.has_groups:
             for key, row in zip(keys, rows, strict=True):
                 if self._locate(key) is not None:
-                    journal.record([row], [self.groups.chunk_name(key)], self.groups.note_of(tree, key))
+                    journal.record([row], [key], self.groups.note_of(tree, key))
             return
         for at, first, length in tree.runs(units):
             journal.record(rows[at : at + length], units[at : at + length], self.groups.note_at(tree, first))
@@ -550,19 +559,19 @@ class HostTier:
             promised, self._to_hold = self._to_hold, []
             self._hold(promised)
 
-    def _drop_idle(self, keys: Sequence[OffloadKey]) -> None:
+    def _drop_idle(self, keys: Sequence[BlockKey]) -> None:
         """Drop blocks that no transfer uses, as by eviction."""
         for key in keys:
             self._drop(key)
         self._emit(keys, removed=True)
 
-    def _drop(self, key: OffloadKey) -> None:
+    def _drop(self, key: BlockKey) -> None:
         """Remove a block from tier and tree, and free its row."""
         row = self._take_loose(key) if key in self._loose else self.row_of(key)
         assert row is not None
         self.promises.settle([key])
         if self.groups.is_main(key):
-            self._others.lose_unit(unit_of(key))
+            self._others.lose_unit(self.groups.unit_of(key))
             if (location := self._locate(key)) is not None:
                 self._tree.release_units(location.node, 1 << location.unit, Tier.HOST)
                 self._tree.remove(location.node, 1 << location.unit, Tier.HOST)
@@ -570,7 +579,7 @@ class HostTier:
         if self.journal is not None:
             self.journal.remove([row])
 
-    def _take_loose(self, key: OffloadKey) -> int:
+    def _take_loose(self, key: BlockKey) -> int:
         """Take a block that is no unit out of the tier, and return its row."""
         self._unknown.pop(key, None)
         if not self.groups.is_main(key):
@@ -581,7 +590,7 @@ class HostTier:
     def _drop_leaving(self) -> int:
         """Drop deleted blocks that no transfer uses; return their number."""
         leaving, gone = self.controller.leaving, []
-        for key in map(OffloadKey, list(leaving)):
+        for key in list(leaving):
             row = self.row_of(key)
             if row is None or not self._num_reads[row]:
                 del leaving[key]
@@ -597,30 +606,32 @@ class HostTier:
         if self.journal is not None:
             self.journal.scrub()
 
-    def _spare(self, kept: Collection[OffloadKey], count: int) -> list[OffloadKey]:
+    def _spare(self, kept: Collection[BlockKey], count: int) -> list[BlockKey]:
         """Return up to ``count`` blocks without a use for hits, except ``kept`` ones."""
         promises = self.promises
         unknown = (key for key in self._unknown if not self._num_reads[self._loose[key]] and key not in promises)
         return list(islice((key for key in chain(unknown, self._others.useless()) if key not in kept), count))
 
-    def _is_needed(self, key: OffloadKey) -> bool:
+    def _is_needed(self, key: BlockKey) -> bool:
         """Return whether a hit may need a block, as far as its group is known."""
         if self.groups.is_main(key) or self._locate(key) is None:
             return True
-        group = group_of(key)
-        return self.groups.is_worth_keeping(self._tree, group, unit_of(key), partial(self._has, group=group))
+        group = self.groups.group_of(key)
+        is_here = partial(self._has, group=group)
+        return self.groups.is_worth_keeping(self._tree, group, self.groups.unit_of(key), is_here)
 
     def _has(self, unit: Key, *, group: int) -> bool:
-        return OffloadKey(offload_key(unit, group)) in self._loose
+        return self.groups.key_of(unit, group) in self._loose
 
-    def _keys_of(self, unit: Key) -> list[OffloadKey]:
+    def _keys_of(self, unit: Key) -> list[BlockKey]:
         """Return a tree block's stored blocks, one per group."""
-        keys = [OffloadKey(offload_key(unit, group)) for group in (self.groups.main, *self.groups.others)]
+        keys = [self.groups.key_of(unit, group) for group in (self.groups.main, *self.groups.others)]
         return [key for key in keys if self.row_of(key) is not None]
 
-    def _locate(self, key: OffloadKey) -> Location | None:
-        return self._tree.locate(unit_of(key))
+    def _locate(self, key: BlockKey) -> Location | None:
+        return self._tree.locate(self.groups.unit_of(key))
 
-    def _emit(self, keys: Sequence[OffloadKey], *, removed: bool) -> None:
+    def _emit(self, keys: Sequence[BlockKey], *, removed: bool) -> None:
         if self.events is not None and keys:
-            self.events.append(OffloadingEvent(keys=list(keys), medium=self.medium, removed=removed))
+            keys = self.groups.offload_keys(keys)
+            self.events.append(OffloadingEvent(keys=keys, medium=self.medium, removed=removed))

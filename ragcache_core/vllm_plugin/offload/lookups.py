@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from ragcache_core.vllm_plugin.compat import LookupResult, OffloadKey
+from ragcache_core.vllm_plugin.compat import LookupResult
 
 if TYPE_CHECKING:
-    from ragcache_core.vllm_plugin.compat import OffloadingManager, ReqContext
+    from ragcache_core.vllm_plugin.cache.kv_groups import BlockKey
+    from ragcache_core.vllm_plugin.compat import ReqContext
+    from ragcache_core.vllm_plugin.lower.manager import TierManager
     from ragcache_core.vllm_plugin.offload.copied_requests import CopiedRequest, KeyGroup
 
 
@@ -30,8 +32,8 @@ class Lookups:
     def __init__(
         self,
         groups: Sequence[KeyGroup],
-        manager: OffloadingManager,
-        on_hit: Callable[[CopiedRequest, int, int, OffloadKey], None] | None,
+        manager: TierManager,
+        on_hit: Callable[[CopiedRequest, int, int, BlockKey], None] | None,
     ) -> None:
         self._groups = groups
         self._manager = manager
@@ -86,9 +88,9 @@ class Lookups:
                 num_found = most - first
         return None if is_deferred else num_found
 
-    def blocks_of_hit(self, copied: CopiedRequest, num_tokens: int) -> list[OffloadKey]:
+    def blocks_of_hit(self, copied: CopiedRequest, num_tokens: int) -> list[BlockKey]:
         """Return the keys that a hit of ``num_tokens`` after those on the GPU loads."""
-        keys: list[OffloadKey] = []
+        keys: list[BlockKey] = []
         end = copied.num_local_tokens + num_tokens
         for number, group in enumerate(self._groups):
             size, num_last = group.tokens_per_block, group.num_loaded_blocks(end)
@@ -121,25 +123,14 @@ class Lookups:
         assert last_window is not None
         return self._last_run(wanted, window + is_draft, last_window + is_draft, copied.context)
 
-    def _leading(self, copied: CopiedRequest, number: int, first: int, keys: Sequence[OffloadKey]) -> int | None:
-        look_up, context, on_hit = self._manager.lookup, copied.context, self._on_hit
-        num_found, is_deferred = 0, False
-        for index, key in enumerate(keys, first):
-            result = look_up(key, context)
-            if result is LookupResult.MISS:
-                break
-            if result is LookupResult.HIT:
-                if on_hit is not None:
-                    on_hit(copied, number, index, key)
-                num_found += 1
-            else:  # continue, so that lower tiers are queried for all blocks
-                is_deferred = True
-                num_found += result is LookupResult.HIT_PENDING
-        return None if is_deferred else num_found
+    def _leading(self, copied: CopiedRequest, number: int, first: int, keys: Sequence[BlockKey]) -> int | None:
+        num_found = self._manager.leading(keys, copied.context)
+        if self._on_hit is not None:
+            for index, key in enumerate(keys[: num_found or 0], first):
+                self._on_hit(copied, number, index, key)
+        return num_found
 
-    def _last_run(
-        self, keys: Sequence[OffloadKey], num_needed: int, num_at_end: int, context: ReqContext
-    ) -> int | None:
+    def _last_run(self, keys: Sequence[BlockKey], num_needed: int, num_at_end: int, context: ReqContext) -> int | None:
         """Return the end of the last run of ``num_needed`` blocks (``num_at_end`` at the end)."""
         is_deferred = is_pending = False
         num_in_run, needed = 0, num_at_end

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections import Counter
+from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
@@ -15,7 +16,7 @@ class _Lookup(Generic[KeyT]):
 
     num_local_tokens: int
     promised: dict[KeyT, None] = field(default_factory=dict)  # in the order of the look-up
-    num_awaited: int = 0
+    awaited: set[KeyT] = field(default_factory=set)  # of those: they have not arrived
 
 
 class Promises(Generic[KeyT]):
@@ -27,8 +28,8 @@ class Promises(Generic[KeyT]):
 
     def __init__(self) -> None:
         self._lookups: dict[str, _Lookup[KeyT]] = {}
-        self._counts: dict[KeyT, int] = {}
-        self._awaited: dict[KeyT, list[_Lookup[KeyT]]] = {}
+        self._counts: Counter[KeyT] = Counter()
+        self._waiting: dict[_Lookup[KeyT], None] = {}  # those with awaited blocks
         self._current: _Lookup[KeyT] | None = None
 
     def __contains__(self, key: KeyT) -> bool:
@@ -50,25 +51,30 @@ class Promises(Generic[KeyT]):
         """End the look-up."""
         self._current = None
 
-    def add(self, key: KeyT, *, is_ready: bool) -> bool:
-        """Promise a block in the present look-up; return whether it is new to that request."""
+    def add(self, keys: Sequence[KeyT], awaited: Collection[KeyT]) -> Sequence[KeyT]:
+        """Promise blocks in the present look-up, and return those that are new to its request.
+
+        Args:
+            keys: of the blocks.
+            awaited: those that have not arrived.
+        """
         lookup = self._current
         assert lookup is not None
-        if key in lookup.promised:
-            return False
-        lookup.promised[key] = None
-        self._counts[key] = self._counts.get(key, 0) + 1
-        if not is_ready:
-            self._awaited.setdefault(key, []).append(lookup)
-            lookup.num_awaited += 1
-        return True
+        if not lookup.promised.keys().isdisjoint(keys):
+            keys = [key for key in keys if key not in lookup.promised]
+        lookup.promised.update(dict.fromkeys(keys))
+        self._counts.update(keys)
+        if awaited:
+            lookup.awaited.update(awaited)
+            self._waiting[lookup] = None
+        return keys
 
-    def settle(self, keys: Iterable[KeyT]) -> None:
+    def settle(self, keys: Collection[KeyT]) -> None:
         """Record that blocks have arrived, or will not."""
-        if self._awaited:
-            for key in keys:
-                for lookup in self._awaited.pop(key, ()):
-                    lookup.num_awaited -= 1
+        for lookup in [*self._waiting]:
+            lookup.awaited.difference_update(keys)
+            if not lookup.awaited:
+                del self._waiting[lookup]
 
     def is_looked_up(self, request_id: str) -> bool:
         """Return whether a request was looked up and has promises."""
@@ -77,29 +83,22 @@ class Promises(Generic[KeyT]):
     def is_awaited(self, request_id: str, num_local_tokens: int) -> bool:
         """Return whether some promised blocks have not arrived, so that a new look-up would not differ."""
         lookup = self._lookups.get(request_id)
-        return lookup is not None and lookup.num_awaited > 0 and lookup.num_local_tokens == num_local_tokens
+        return lookup in self._waiting and lookup.num_local_tokens == num_local_tokens
 
     def drop(self, request_id: str) -> list[KeyT]:
         """Drop a request's promises; return the blocks that are promised to no request now."""
         if (lookup := self._lookups.pop(request_id, None)) is None:
             return []
-        if lookup.num_awaited:
-            for key in lookup.promised:
-                if lookup in (waiting := self._awaited.get(key, [])):
-                    waiting.remove(lookup)
+        self._waiting.pop(lookup, None)
         counts = self._counts
-        dropped: list[KeyT] = []
-        for key in lookup.promised:
-            num_left = counts[key] - 1
-            if num_left:
-                counts[key] = num_left
-            else:
-                del counts[key]
-                dropped.append(key)
+        dropped = [key for key in lookup.promised if counts[key] == 1]
+        counts.subtract([*lookup.promised])
+        for key in dropped:
+            del counts[key]
         return dropped
 
     def clear(self) -> None:
         """Drop everything."""
         self._lookups.clear()
         self._counts.clear()
-        self._awaited.clear()
+        self._waiting.clear()

@@ -28,7 +28,6 @@ from ragcache_core.vllm_plugin.compat import (
     OffloadingConfig,
     OffloadingManager,
     OffloadingWorker,
-    OffloadKey,
     SecondaryTierFactory,
     SharedOffloadRegion,
     TieringOffloadingSpec,
@@ -225,7 +224,7 @@ class RAGCacheSpec(TieringOffloadingSpec):
         if not _is_own(config):
             VLLMTier.check(config["type"], SecondaryTierFactory.get_tier_class(dict(config)))
             tier = SecondaryTierFactory.create_secondary_tier(dict(config), host_memory, self)
-            return VLLMTier(tier, self.controller.forgetting)
+            return VLLMTier(tier, self.controller.groups, self.controller.forgetting)
         kind = getattr(import_module(config["module_path"]), config["type"])
         settings = {name: config[name] for name in config.keys() - {"type", "module_path", "backpressure"}}
         opened: LowerTier = kind(self, host_memory, **settings)
@@ -262,8 +261,8 @@ class RAGCacheSpec(TieringOffloadingSpec):
             self.controller.tokens_per_block,
             host.groups.unit_of_entry,
         )
-        journal.remove([chunks[name][0] for name in orphans])
-        host.adopt({OffloadKey(host.groups.key_of_name(name)): chunks[name][0] for name in found})
+        journal.remove([chunks[key][0] for key in orphans])
+        host.adopt({key: chunks[key][0] for key in found})
         host.journal = journal
         if found:
             logger.info("RAGCache found %d blocks of KV in host memory", len(found))

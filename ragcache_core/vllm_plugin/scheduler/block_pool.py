@@ -447,20 +447,21 @@ class TreeBlockPool(BlockPool):
         block_mask: list[bool] | None = None,
     ) -> None:
         state = self.controller.state_of(request.request_id)
-        num_reports = num_full_blocks
+        num_exact = num_full_blocks
         if state is not None and (first_private := state.first_private) is not None:
             # Answers after chunk reuse, or deleted blocks, are hidden from look-ups, so they have no content.
             size = self.controller.tokens_per_block
             num_findable = max(first_private, len(state.apart)) * size // block_size
             num_full_blocks = min(num_full_blocks, max(num_findable, num_cached_blocks))
-            num_reports = min(num_full_blocks, max(first_private * size // block_size, num_cached_blocks))
-        are_events_enabled, done = self.enable_kv_cache_events, num_cached_blocks
-        for end in sorted({num_reports, num_full_blocks}):  # approximate blocks have no events
-            self.enable_kv_cache_events = are_events_enabled and end == num_reports
-            mask = None if block_mask is None else block_mask[done - num_cached_blocks : end - num_cached_blocks]
-            super().cache_full_blocks(request, blocks, done, end, block_size, kv_cache_group_id, mask)
-            done = end
-        self.enable_kv_cache_events = are_events_enabled
+            num_exact = min(num_full_blocks, max(first_private * size // block_size, num_cached_blocks))
+        mask = None if block_mask is None else block_mask[: num_exact - num_cached_blocks]
+        super().cache_full_blocks(request, blocks, num_cached_blocks, num_exact, block_size, kv_cache_group_id, mask)
+        if num_exact < num_full_blocks:  # approximate blocks have no events
+            are_events_enabled, self.enable_kv_cache_events = self.enable_kv_cache_events, False
+            if block_mask is not None:
+                mask = block_mask[num_exact - num_cached_blocks : num_full_blocks - num_cached_blocks]
+            super().cache_full_blocks(request, blocks, num_exact, num_full_blocks, block_size, kv_cache_group_id, mask)
+            self.enable_kv_cache_events = are_events_enabled
         if kv_cache_group_id != self.controller.groups.main:
             new = blocks[num_cached_blocks:num_full_blocks]
             self.free_block_queue.spare_others(block.block_hash for block in new if block.block_hash is not None)

@@ -44,7 +44,8 @@ class Objects:
         identity: everything that a chunk's bytes depend on besides its key, the same on every machine.
         chunk_bytes: of a chunk.
         keys: encrypt the objects; None leaves them in plain text.
-        compression: packs chunks; None leaves them as they are. What is packed is read with either.
+        compression: packs chunks; None leaves them as they are. What is packed is read with either; only 8-bit numbers
+            are a miss unless it is ``int8``.
     """
 
     def __init__(
@@ -113,7 +114,8 @@ class Objects:
                 )
             return None
         payload = np.empty(self.chunk_bytes, np.uint8)
-        return payload if unpack(record, payload.data) else None
+        is_approximate = self._compression is not None and self._compression.is_approximate
+        return payload if unpack(record, payload.data, is_approximate=is_approximate) else None
 
 
 def _digest(name: str, body: bytes | memoryview, record_format: int | None = None) -> bytes:

@@ -21,11 +21,10 @@ from ragcache_core.chunkstore.remote import open_remote
 from ragcache_core.errors import ConfigError
 from ragcache_core.log import logger_of
 from ragcache_core.vllm_plugin.cache.forgetting import Forgotten, Freed, why_in_store
-from ragcache_core.vllm_plugin.cache.kv_groups import offload_key, offload_keys, unit_of
+from ragcache_core.vllm_plugin.cache.kv_groups import BlockKey
 from ragcache_core.vllm_plugin.compat import (
     CacheHitSource,
     Locality,
-    OffloadKey,
     ReqContext,
     ScheduleEndContext,
 )
@@ -122,7 +121,7 @@ class SharedTier(TransferTier):
 
     # A tier below host memory
 
-    def find(self, key: OffloadKey, context: ReqContext) -> Sequence[OffloadKey] | None:
+    def find(self, key: BlockKey, context: ReqContext) -> Sequence[BlockKey] | None:
         if not self._is_used or is_adapted(context) or (place := self._place_of(key, context)) is None:
             return ()
         state, index = place
@@ -214,7 +213,7 @@ class SharedTier(TransferTier):
         of expired KV is not retried: it is a miss wherever it is read.
         """
         groups = (self._groups.main, *self._groups.others)
-        names = [self._name_of(OffloadKey(offload_key(unit, group))) for unit in forgotten.units for group in groups]
+        names = [self._name_of(self._groups.key_of(unit, group)) for unit in forgotten.units for group in groups]
         gone = set(names)
         for query in self._queries.values():
             if query.found is not None:
@@ -252,7 +251,7 @@ class SharedTier(TransferTier):
             return None
         chunks = []
         for key, row in zip(job.keys, job.rows, strict=True):
-            at = self._tree.locate(unit_of(key))
+            at = self._tree.locate(self._groups.unit_of(key))
             if at is not None and key not in self._controller.leaving:
                 computed_s = self._tree.now_s if at.node.stored_s is None else at.node.stored_s
                 chunks.append((self._name_of(key), row, computed_s))
@@ -268,7 +267,7 @@ class SharedTier(TransferTier):
         query = self._queries.get(job.context.req_id)
         return load, LOAD_TIMEOUT_S if query is None else query.limit_s
 
-    def _finish_load(self, job: TierJob, load: LoadTransfer) -> Sequence[OffloadKey]:
+    def _finish_load(self, job: TierJob, load: LoadTransfer) -> Sequence[BlockKey]:
         computed_s = self._computed_s.pop(job.number)
         max_age = self._controller.settings.max_age
         oldest_s = None if max_age is None else self._tree.now_s - max_age
@@ -280,20 +279,20 @@ class SharedTier(TransferTier):
                 self._io.unlearn([name])  # the recomputed chunk replaces it in the store, too
                 continue
             loaded.append(key)
-            if moment_s is not None and (at := self._tree.locate(unit_of(key))) is not None:
+            if moment_s is not None and (at := self._tree.locate(self._groups.unit_of(key))) is not None:
                 self._tree.make_older(at.node, moment_s)
         query = self._queries.get(job.context.req_id)
         if query is not None and query.found is not None and len(loaded) < len(job.keys):
             query.found -= {self._name_of(key) for key in job.keys} - {self._name_of(key) for key in loaded}
         return loaded
 
-    def _name_of(self, key: OffloadKey) -> str:
-        return self._objects.name_of(self._groups.chunk_name(key))
+    def _name_of(self, key: BlockKey) -> str:
+        return self._objects.name_of(key)
 
     def _ask(self, units: Sequence[Key]) -> Inquiry:
         """Begin to query which of ``units`` exist."""
         chain, *beside = (
-            [self._name_of(OffloadKey(key)) for key in offload_keys(units, group)]
+            [*map(self._name_of, self._groups.keys_of(units, group))]
             for group in (self._groups.main, *self._groups.others)
         )
         return self._io.ask(chain, beside)

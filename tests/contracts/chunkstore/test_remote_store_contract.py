@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,6 +15,7 @@ from ragcache_core.chunkstore.remote import RemoteStore, StoredObject, check_rea
 from ragcache_core.chunkstore.remote.quota import StoreQuota
 from ragcache_core.errors import ConfigError
 from tests.support.shared_stores import S3_ENV, redis_server, s3_server
+from tests.support.waiting import until
 
 NAMES = [f"ragcache/model/{i:03}" for i in range(60)]
 
@@ -177,12 +180,41 @@ def test_a_folder_is_private_and_one_that_cannot_be_used_is_refused_at_the_start
         check_reachable((tmp_path / "file").as_uri())
 
 
+def test_a_store_that_is_to_be_filled_is_written_at_the_entry_and_nothing_is_left(tmp_path: Path) -> None:
+    assert check_reachable(tmp_path.as_uri(), is_written=True) is None
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+    with redis_server("--maxmemory", "1", "--maxmemory-policy", "noeviction") as server:
+        assert check_reachable(server.url) is None
+        assert "memory" in (check_reachable(server.url, is_written=True) or "")
+    with redis_server() as server:
+        server.client().execute_command(
+            "ACL", "SETUSER", "default", "reset", "on", "nopass", "~ragcache*", "+exists", "+mget"
+        )
+        assert check_reachable(server.url) is None
+        with pytest.raises(ConfigError, match="refuses us"):
+            check_reachable(server.url, is_written=True)
+
+
 def test_a_write_that_was_cut_off_in_a_folder_is_no_object(tmp_path: Path) -> None:
     store = open_remote(tmp_path.as_uri())
     store.put([(NAMES[0], b"whole")])
     (tmp_path / f"{NAMES[1]}#1").write_bytes(b"cut o")  # obstore writes there, then renames
     assert store.exists(NAMES[:2], is_chain=False) == [True, False]
     assert list(listed(store)) == NAMES[:1]
+
+
+def test_what_killed_writers_left_in_a_folder_is_removed_by_the_next_one(tmp_path: Path) -> None:
+    left, running = (tmp_path / f"{name}#1" for name in NAMES[1:3])
+    open_remote(tmp_path.as_uri()).put([(NAMES[0], b"whole")])
+    for path in (left, running):
+        path.write_bytes(b"cut o")
+    os.utime(left, (0.0, time.time() - 2 * 3600.0))
+    store = open_remote(tmp_path.as_uri())
+    store.put([(NAMES[2], b"whole")])
+    assert until(lambda: not left.exists())
+    assert running.exists()  # another process may be writing it
+    assert sorted(listed(store)) == [NAMES[0], NAMES[2]]
+    store.close()
 
 
 def test_a_slow_put_delays_no_look_up_and_no_read(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner
+from click.testing import CliRunner, Result
 
 from ragcache_core.cli import cli
 from ragcache_core.client import Engine
@@ -22,10 +22,14 @@ SIZES = {"kv_cache_bytes": "32MiB", "host_bytes": "64MiB", "block_size": 32}
 VLLM_ARGS = ("--dtype", "float32", "--enforce-eager", "--max-model-len", "1024")
 
 
-def compiled(model: str, store: Path, folder: Path, *options: str) -> dict[str, Any]:
+def compile_command(model: str, store: Path, folder: Path, *options: str) -> Result:
     sizes = [text for name, value in SIZES.items() for text in (f"--{name.replace('_', '-')}", str(value))]
     arguments = ["compile", model, "--store", str(store), "--shared", folder.as_uri(), "--budget", "32MiB", "--json"]
-    result = CliRunner().invoke(cli, [*arguments, *sizes, *options, "--", *VLLM_ARGS])
+    return CliRunner().invoke(cli, [*arguments, *sizes, *options, "--", *VLLM_ARGS])
+
+
+def compiled(model: str, store: Path, folder: Path, *options: str) -> dict[str, Any]:
+    result = compile_command(model, store, folder, *options)
     assert result.exit_code == 0, result.output
     return dict(json.loads(result.stdout))
 
@@ -63,3 +67,15 @@ def test_engines_load_what_was_compiled_and_a_second_run_computes_what_changed(d
     assert [answer.text for answer in answers[0]] == [answer.text for answer in answers[1]]
     for answer in answers[1]:
         assert (answer.stats.num_shared_tokens or 0) >= 0.8 * answer.stats.num_prompt_tokens
+
+
+def test_a_store_that_deletes_blocks_for_its_limit_is_not_reported_to_have_all(demo_model: str, tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    with DocumentStore.create(store) as opened:
+        opened.add(
+            [Document(topic, f"the house of {topic} is near the river. " * 30) for topic in ("zor", "mel", "tar")]
+        )
+    result = compile_command(demo_model, store, tmp_path / "kv", "-k", "1", "--shared-bytes", "1MiB")
+    assert result.exit_code == 1
+    assert "to keep --shared-bytes" in result.stderr
+    assert compile_command(demo_model, store, tmp_path / "kv", "-k", "1").exit_code == 0

@@ -10,6 +10,7 @@ import pytest
 
 from examples import (
     changing_documents,
+    compiled_corpus,
     deadline,
     demo,
     document_order,
@@ -62,6 +63,7 @@ def test_every_example_is_tested() -> None:
     assert scripts == {
         *EXAMPLES,
         "changing_documents",
+        "compiled_corpus",
         "deadline",
         "document_order",
         "fleet",
@@ -89,6 +91,15 @@ def test_an_example_prints_a_table_for_people(name: str, engine: Engine, capsys:
     if name == "offline_batch":
         assert len(rows) == 24
         assert printed.count(" right ") >= 0.9 * len(rows), "each answer is that of its question"
+
+
+def test_a_compiled_corpus_is_loaded_by_the_first_requests(capsys: pytest.CaptureFixture[str]) -> None:
+    compiled_corpus.main(["--json"])
+    rows = json.loads(capsys.readouterr().out)
+    assert [row["note"] for row in rows] == ["right"] * 4
+    for row in rows:
+        assert row["num_cached_tokens"] >= 0.5 * row["num_prompt_tokens"]
+        assert row["num_cached_tokens"] > row["num_gpu_tokens"] + row["num_host_tokens"], "the rest is from the folder"
 
 
 def test_the_demo_answers_at_least_nine_in_ten_and_reports_what_was_cached(

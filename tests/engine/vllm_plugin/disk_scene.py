@@ -11,13 +11,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-from vllm.v1.kv_offload.base import OffloadKey, ReqContext, ScheduleEndContext, make_offload_key
+from vllm.v1.kv_offload.base import ReqContext, ScheduleEndContext
 
 from ragcache_core.policy import PrefillCostModel
 from ragcache_core.tree import check_invariants
 from ragcache_core.types import PromptSegment, SegmentKind, Tier
 from ragcache_core.vllm_plugin.cache.controller import CacheController
-from ragcache_core.vllm_plugin.cache.kv_groups import KVGroups
+from ragcache_core.vllm_plugin.cache.kv_groups import BlockKey, KVGroups
 from ragcache_core.vllm_plugin.disk.manager import DiskTier
 from ragcache_core.vllm_plugin.lower.jobs import EndedJob, TierJob
 from ragcache_core.vllm_plugin.settings import PluginSettings
@@ -30,15 +30,15 @@ NUM_ROWS = 32
 UNTOUCHED = 0xEE
 
 
-def chain(documents: str) -> list[OffloadKey]:
+def chain(documents: str) -> list[BlockKey]:
     """Return the chained keys of a prompt, a block for a unit."""
     keys: list[bytes] = []
     for i, name in enumerate(n for d in documents for n in [d] * BLOCKS[d]):
         keys.append(sha256(b"".join([*keys[-1:], f"{i} {name}".encode()])).digest())
-    return [make_offload_key(key, 0) for key in keys]
+    return keys
 
 
-def payload(key: OffloadKey) -> bytes:
+def payload(key: BlockKey) -> bytes:
     return Random(key).randbytes(CHUNK_BYTES)
 
 
@@ -73,7 +73,7 @@ class Scene:
         (path,) = self.directory.glob("*/chunks.data")
         return path
 
-    def announce(self, documents: str) -> list[OffloadKey]:
+    def announce(self, documents: str) -> list[BlockKey]:
         """Put a request's path into the tree, as one that runs does, and return its keys."""
         keys = chain(documents)
         name = f"{documents} {self.num_jobs}"
@@ -81,13 +81,12 @@ class Scene:
         for doc in documents:
             segments.append(PromptSegment(SegmentKind.DOCUMENT, end, end + BLOCKS[doc] * BLOCK, doc))
             end += BLOCKS[doc] * BLOCK
-        hashes = [key[:-4] for key in keys]
-        self.controller.on_new_request(name, RequestMetadata(tuple(segments)), hashes, end, 0.0)
-        self.controller.on_admitted(name, hashes, {}, 0.0)
+        self.controller.on_new_request(name, RequestMetadata(tuple(segments)), keys, end, 0.0)
+        self.controller.on_admitted(name, keys, {}, 0.0)
         self.controller.on_finished(name)
         return keys
 
-    def submit_store(self, keys: list[OffloadKey]) -> int:
+    def submit_store(self, keys: list[BlockKey]) -> int:
         rows = list(range(len(keys)))
         for row, key in zip(rows, keys, strict=True):
             self.memory[row] = np.frombuffer(payload(key), dtype=np.uint8)
@@ -95,7 +94,7 @@ class Scene:
         self.tier.store(TierJob(self.num_jobs, self.context, keys, rows))
         return self.num_jobs
 
-    def store(self, documents: str) -> list[OffloadKey]:
+    def store(self, documents: str) -> list[BlockKey]:
         """Write a request's chunks and wait until the disk has them, or has failed."""
         keys = self.announce(documents)
         job_id = self.submit_store(keys)
@@ -112,7 +111,7 @@ class Scene:
         """Do what the manager of tiers does at the end of every step."""
         self.tier.end_step(ScheduleEndContext((), ()))
 
-    def submit_load(self, keys: list[OffloadKey], first_row: int = 8) -> int:
+    def submit_load(self, keys: list[BlockKey], first_row: int = 8) -> int:
         self.memory[:] = UNTOUCHED
         self.num_jobs += 1
         rows = range(first_row, first_row + len(keys))
@@ -128,7 +127,7 @@ class Scene:
             time.sleep(0.002)
         raise AssertionError(f"job {job_id} did not end in {timeout_s} s")
 
-    def load(self, keys: list[OffloadKey]) -> set[OffloadKey]:
+    def load(self, keys: list[BlockKey]) -> set[BlockKey]:
         """Read chunks and return those that came; their bytes are right, and the rows of the others untouched."""
         found = set(self.result(self.submit_load(keys)).loaded)
         for row, key in enumerate(keys, 8):
@@ -137,7 +136,7 @@ class Scene:
         assert (self.memory[8 + len(keys) :] == UNTOUCHED).all()
         return found
 
-    def hits(self, keys: list[OffloadKey]) -> list[OffloadKey]:
+    def hits(self, keys: list[BlockKey]) -> list[BlockKey]:
         """Return the leading keys that a look-up finds."""
         found = []
         for key in keys:
@@ -162,7 +161,7 @@ class Scene:
             for key in event.keys:
                 assert (key in self.told) == event.removed, "what comes is told once, and so is what leaves"
                 (self.told.remove if event.removed else self.told.add)(key)
-        assert self.told == set(map(self.tier._groups.key_of_name, self.tier._stored))
+        assert self.told == set(self.tier._groups.offload_keys(self.tier._stored))
 
     def close(self) -> None:
         self.tier.shutdown()

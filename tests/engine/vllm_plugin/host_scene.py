@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from hashlib import sha256
 
-from vllm.v1.kv_offload.base import LookupResult, OffloadKey, ReqContext, make_offload_key
+from vllm.v1.kv_offload.base import LookupResult, ReqContext
 
 from ragcache_core.policy import PrefillCostModel
 from ragcache_core.tree import check_invariants
 from ragcache_core.types import PromptSegment, SegmentKind, Tier
 from ragcache_core.vllm_plugin.cache.controller import CacheController, TierReport
+from ragcache_core.vllm_plugin.cache.kv_groups import BlockKey
 from ragcache_core.vllm_plugin.offload.host_tier import HostTier
 from ragcache_core.vllm_plugin.settings import PluginSettings
 from ragcache_core.wire import RequestMetadata
@@ -27,12 +28,16 @@ def chain(documents: str, question: int = 0) -> list[bytes]:
     return keys
 
 
+class PromptKeys(list[BlockKey]):
+    """The keys of a prompt, which a tier of a test finds in its context."""
+
+
 @dataclass
 class Asker:
     """A request, as the offloading knows it."""
 
     context: ReqContext
-    keys: list[OffloadKey]
+    keys: list[BlockKey]
     is_known: bool = True
 
 
@@ -46,12 +51,12 @@ class Host:
     num_chunks: int
     policy_name: str = "pgdsf"
     is_selective: bool = False
-    writing: set[OffloadKey] = field(default_factory=set)
-    refs: dict[OffloadKey, int] = field(default_factory=dict)
-    promised: dict[str, set[OffloadKey]] = field(default_factory=dict)
-    awaited: dict[str, set[OffloadKey]] = field(default_factory=dict)
-    unknown: set[OffloadKey] = field(default_factory=set)
-    before: dict[OffloadKey, OffloadKey | None] = field(default_factory=dict)
+    writing: set[BlockKey] = field(default_factory=set)
+    refs: dict[BlockKey, int] = field(default_factory=dict)
+    promised: dict[str, set[BlockKey]] = field(default_factory=dict)
+    awaited: dict[str, set[BlockKey]] = field(default_factory=dict)
+    unknown: set[BlockKey] = field(default_factory=set)
+    before: dict[BlockKey, BlockKey | None] = field(default_factory=dict)
     num_requests: int = 0
 
     def __post_init__(self) -> None:
@@ -65,18 +70,16 @@ class Host:
         self.tree = self.controller.tree
 
     @property
-    def resident(self) -> set[OffloadKey]:
+    def resident(self) -> set[BlockKey]:
         return self.writing | set(self.refs)
 
     def ask(self, documents: str, question: int = 0, *, is_known: bool = True) -> Asker:
         self.num_requests += 1
         name = f"r{self.num_requests}"
-        hashes = chain(documents, question) if is_known else [name.encode() + k for k in chain(documents, question)]
-        keys = [make_offload_key(key, 0) for key in hashes]
+        keys = chain(documents, question) if is_known else [name.encode() + k for k in chain(documents, question)]
         self.before.update(zip(keys, [None, *keys], strict=False))
         context = ReqContext(name)
-        for i, key in enumerate(keys):
-            context.set_offload_key_position(key, (i + 1) * BLOCK)
+        context.set_state(PromptKeys(keys))
         if is_known:
             segments, end = [], 0
             for doc in documents:
@@ -85,16 +88,16 @@ class Host:
             if question:
                 segments.append(PromptSegment(SegmentKind.QUESTION, end, end + question * BLOCK))
                 end += question * BLOCK
-            self.controller.on_new_request(name, RequestMetadata(tuple(segments)), hashes, end, 0.0)
-            self.controller.on_admitted(name, hashes, {}, 0.0)
+            self.controller.on_new_request(name, RequestMetadata(tuple(segments)), keys, end, 0.0)
+            self.controller.on_admitted(name, keys, {}, 0.0)
         self.tier.on_new_request(context)
         return Asker(context, keys, is_known)
 
-    def can_evict(self, keys: list[OffloadKey]) -> int:
+    def can_evict(self, keys: list[BlockKey]) -> int:
         """Return how many chunks may go for ``keys``: idle ones below which nothing is held, promised or needed."""
         kept = self.writing | {key for key, count in self.refs.items() if count} | set(keys)
         kept |= {key for promised in self.promised.values() for key in promised}
-        located = [key for key in keys if self.tree.locate(key[:-4]) is not None]
+        located = [key for key in keys if self.tree.locate(key) is not None]
         if located and (first := self.before[min(located, key=self.depth)]) is not None:
             kept.add(first)
         kept &= self.resident
@@ -103,10 +106,10 @@ class Host:
                 kept.update(self.ancestors(key))
         return len(self.resident - kept)
 
-    def depth(self, key: OffloadKey) -> int:
+    def depth(self, key: BlockKey) -> int:
         return len(self.ancestors(key))
 
-    def ancestors(self, key: OffloadKey) -> set[OffloadKey]:
+    def ancestors(self, key: BlockKey) -> set[BlockKey]:
         found = set()
         parent = self.before[key]
         while parent is not None:
@@ -114,7 +117,7 @@ class Host:
             parent = self.before[parent]
         return found
 
-    def prepare_store(self, asker: Asker, keys: list[OffloadKey]) -> list[OffloadKey] | None:
+    def prepare_store(self, asker: Asker, keys: list[BlockKey]) -> list[BlockKey] | None:
         """Store, check what came of it, and return the keys that have to be written."""
         new = [key for key in keys if key not in self.resident]
         num_free = self.num_chunks - len(self.resident)
@@ -142,12 +145,12 @@ class Host:
             assert key not in keys
             self.unknown.discard(key)
         self.writing.update(new)
-        self.unknown.update(key for key in new if self.tree.locate(key[:-4]) is None)
+        self.unknown.update(key for key in new if self.tree.locate(key) is None)
         if is_reserved:
             self.promised[asker.context.req_id].update(keys)
         return new
 
-    def complete_store(self, asker: Asker, keys: list[OffloadKey], success: bool) -> None:
+    def complete_store(self, asker: Asker, keys: list[BlockKey], success: bool) -> None:
         self.tier.complete_store(keys, asker.context, success)
         self.writing.difference_update(keys)
         for awaited in self.awaited.values():
@@ -157,7 +160,7 @@ class Host:
         else:
             self.unknown.difference_update(keys)
 
-    def look_up(self, asker: Asker, *, promotes: int = 0) -> list[OffloadKey]:
+    def look_up(self, asker: Asker, *, promotes: int = 0) -> list[BlockKey]:
         """Look a request's chunks up as the connector does, promoting some that are missing; return those ready."""
         name = asker.context.req_id
         self.tier.begin_lookup(name, 0)
@@ -176,6 +179,9 @@ class Host:
             is_prefix &= found is LookupResult.HIT
             if is_prefix:
                 ready.append(key)
+        num_leading = next((i for i, key in enumerate(asker.keys) if key not in self.resident), len(asker.keys))
+        are_written = self.writing.isdisjoint(asker.keys[:num_leading])
+        assert self.tier.leading(asker.keys) == (num_leading, are_written)
         self.tier.end_lookup()
         self.awaited[name] = self.promised[name] & self.writing
         return ready
@@ -185,12 +191,12 @@ class Host:
         self.promised.pop(asker.context.req_id, None)
         self.awaited.pop(asker.context.req_id, None)
 
-    def prepare_load(self, asker: Asker, keys: list[OffloadKey]) -> None:
+    def prepare_load(self, asker: Asker, keys: list[BlockKey]) -> None:
         self.tier.prepare_load(keys, asker.context)
         for key in keys:
             self.refs[key] += 1
 
-    def complete_load(self, asker: Asker, keys: list[OffloadKey]) -> None:
+    def complete_load(self, asker: Asker, keys: list[BlockKey]) -> None:
         self.tier.complete_load(keys, asker.context)
         for key in keys:
             self.refs[key] -= 1
@@ -218,9 +224,9 @@ class Host:
         state = self.tree.tiers[Tier.HOST]
         units = {key: (n.id, i) for n in self.tree.nodes() for i, key in enumerate(n.keys)}
         resident = {key for key, (node, i) in units.items() if state.resident[node] >> i & 1}
-        assert resident == {key[:-4] for key in self.resident - self.unknown}
+        assert resident == self.resident - self.unknown
         held = {key for key, (node, i) in units.items() if state.in_use.get(node, 0) >> i & 1}
         busy = self.writing | {key for key, count in self.refs.items() if count}
         busy |= {key for promised in self.promised.values() for key in promised}
         busy &= self.resident
-        assert {key[:-4] for key in busy - self.unknown} <= held <= {key[:-4] for key in busy}
+        assert busy - self.unknown <= held <= busy

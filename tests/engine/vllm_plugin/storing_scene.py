@@ -42,14 +42,12 @@ from vllm.v1.kv_cache_interface import (
     MLAAttentionSpec,
     SlidingWindowSpec,
 )
-from vllm.v1.kv_offload.base import get_offload_block_hash
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from ragcache_core.client.launch import arguments
 from ragcache_core.config import CacheConfig as Tiers
 from ragcache_core.runtime.shared_memory import EngineFiles, new_engine_id
-from ragcache_core.vllm_plugin.cache.kv_groups import group_of
 from ragcache_core.vllm_plugin.offload.layer_loads import LayerLoad, LayerLoadMetadata
 from ragcache_core.vllm_plugin.other_connectors import ragcache_connector
 from ragcache_core.vllm_plugin.scheduler.scheduler import AsyncTreeScheduler, SyncTreeScheduler
@@ -343,7 +341,7 @@ class Steps:
         for key in keys if success else ():
             if (row := tier.row_of(key)) is not None:  # a reset may have dropped it
                 stored = self._host.read(row)
-                said = content(group_of(key), self._tokens_of[get_offload_block_hash(key)])
+                said = content(tier.groups.group_of(key), self._tokens_of[tier.groups.unit_of(key)])
                 assert stored == said, "a chunk is not what it is said to be"
                 self.num_stored += 1
         complete(keys, context, success, **readers)

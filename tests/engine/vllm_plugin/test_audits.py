@@ -30,14 +30,20 @@ class AuditedStage(Stage):
         self.scheduler.connector.audits = self.scheduler._audits = self.audits
         self.controller.forgetting.add_holder(self.audits)
 
-    def answered(self, documents: str, *, wrong_from: int | None = None, **how: Any) -> str:
-        """Have a request answered, and its answer audited, with another token from ``wrong_from`` on."""
+    def begun(self, documents: str, **how: Any) -> str:
+        """Have a request begin whose answer is approximate, and to be audited."""
         for _ in range(2):
             self.guard.on_answered(self.guard.choose("k", can_audit=False), is_shown=True, is_approximate=False)
         request_id = self.ask(documents, **how)
         request = self.requests[request_id]
         request.sampling_params.temperature = 0
         assert self.audits.alpha_for(request, "k") == 0.0
+        return request_id
+
+    def answered(self, documents: str, *, wrong_from: int | None = None, **how: Any) -> str:
+        """Have a request answered, and its answer audited, with another token from ``wrong_from`` on."""
+        request_id = self.begun(documents, **how)
+        request = self.requests[request_id]
         while not request.is_finished():
             self.step()
         if wrong_from is not None:
@@ -159,6 +165,29 @@ def test_whatever_ends_requests_or_their_kv_ends_audits(stage: AuditedStage, way
         stage.scheduler.set_pause_state(PauseState.UNPAUSED)
         stage.idle()
         assert stage.found == (2, 0)
+
+
+def test_an_answer_that_ends_after_a_deletion_is_not_audited(stage: AuditedStage) -> None:
+    if stage.scheduler._tree_queue is None:
+        pytest.skip("deletes no documents")
+    request = stage.requests[stage.begun("AB", num_answers=6)]
+    stage.step()
+    stage.scheduler.forget(["A"])
+    stage.finish_all()
+    stage.audits.on_finished(request, is_shown=True, is_approximate=True)
+    assert not stage.audits.has_pending, "it would compute KV of the deleted document again"
+
+
+@pytest.mark.parametrize("is_approximate", [True, False])
+def test_an_answer_that_began_with_other_weights_counts_for_nothing(is_approximate: bool) -> None:
+    stage = AuditedStage()
+    request = stage.requests[stage.begun("AB", num_answers=6)]
+    stage.audits.forget_weights()
+    assert stage.guard.choose("k", can_audit=True).alpha is None, "the bound of the new model is not known"
+    stage.finish_all()
+    stage.audits.on_finished(request, is_shown=True, is_approximate=is_approximate)
+    assert not stage.audits.has_pending
+    assert stage.guard.choose("k", can_audit=True).alpha is None
 
 
 def test_speculation_is_admitted_as_if_no_audit_ran() -> None:

@@ -185,7 +185,7 @@ def test_a_tier_out_of_service_keeps_nothing_of_the_faster_tiers(
     """A host chunk stays while the disk has later ones of its document; a disk that is gone has none."""
     scene = opening()
     keys = scene.store("B")
-    location = scene.tree.locate(keys[0][:-4])
+    location = scene.tree.locate(keys[0])
     assert location is not None
     scene.tree.remove(location.node, 0b001, Tier.DISK)  # the first was lost
     scene.tree.add(location.node, 0b001, Tier.HOST)

@@ -184,9 +184,9 @@ def test_a_request_that_waits_for_the_disk_is_not_looked_up_again(
 ) -> None:
     words = tokens(1, 100)
     asked: list[object] = []
-    look_up = TierManager.lookup
+    look_up = TierManager.leading
     monkeypatch.setattr(
-        TierManager, "lookup", lambda self, key, *args: (asked.append(key), look_up(self, key, *args))[1]
+        TierManager, "leading", lambda self, keys, *args: (asked.extend(keys), look_up(self, keys, *args))[1]
     )
     with host_scheduler(NUM_BLOCKS, "1MiB", **stored(tmp_path, words)) as scheduler:
         steps = Steps(scheduler, is_async=False)

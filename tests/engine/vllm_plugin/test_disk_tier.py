@@ -17,7 +17,7 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from vllm.v1.kv_offload.base import OffloadKey, ScheduleEndContext
+from vllm.v1.kv_offload.base import ScheduleEndContext
 from vllm.v1.kv_offload.cpu import shared_offload_region
 from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 
@@ -27,6 +27,7 @@ from ragcache_core.chunkstore.index import ChunkIndex
 from ragcache_core.chunkstore.slotfile import SlotFile
 from ragcache_core.errors import CacheCapacityError, CacheDirectoryError, CacheLockedError
 from ragcache_core.types import Tier
+from ragcache_core.vllm_plugin.cache.kv_groups import BlockKey
 from ragcache_core.vllm_plugin.connector.tiered_connector import RAGCacheConnector
 from ragcache_core.vllm_plugin.disk import io as disk_io
 from ragcache_core.vllm_plugin.disk.manager import DiskTier
@@ -170,7 +171,7 @@ def test_a_new_start_finds_the_chunks_and_the_documents_numbers(opening: Opening
     assert again.hits(keys) == keys
     assert again.load(keys) == set(keys)
     again.check()
-    location = again.tree.locate(keys[1][:-4])
+    location = again.tree.locate(keys[1])
     assert location is not None
     assert (location.node.doc_id, location.node.start, len(location.node.keys)) == ("B", 1, 3)
     assert location.node.frequency == 2
@@ -191,8 +192,8 @@ def test_a_new_start_finds_the_uses_since_a_document_was_stored(opening: Opening
     assert frequency(opening(), key) == stored + 16
 
 
-def frequency(scene: Scene, key: OffloadKey) -> int:
-    location = scene.tree.locate(key[:-4])
+def frequency(scene: Scene, key: BlockKey) -> int:
+    location = scene.tree.locate(key)
     assert location is not None
     return location.node.frequency
 
@@ -205,7 +206,7 @@ def test_a_chunk_recorded_at_another_place_is_dropped_at_the_start(opening: Open
     scene.close()
     (index,) = scene.directory.glob("*/index.sqlite")
     with sqlite3.connect(index) as connection:
-        connection.execute(f"UPDATE chunks SET {damage} WHERE key = ?", (keys[3][:-4],))
+        connection.execute(f"UPDATE chunks SET {damage} WHERE key = ?", (keys[3],))
     connection.close()
     again = opening()
     assert again.hits(keys) == keys[:3]
@@ -219,7 +220,7 @@ def test_a_chunk_recorded_at_another_place_is_dropped_at_the_start(opening: Open
 def test_chunks_without_their_prefix_are_dropped_at_the_start(opening: Opening) -> None:
     scene = opening()
     keys = scene.store("B")
-    scene.tier._io._store.delete_many([keys[1][:-4]])
+    scene.tier._io._store.delete_many([keys[1]])
     scene.close()
     again = opening()
     assert again.hits(keys) == keys[:1]
@@ -388,7 +389,7 @@ def test_a_chunk_that_is_being_read_is_not_evicted(opening: Opening, monkeypatch
     scene.num_jobs += 1
     scene.tier.store(TierJob(scene.num_jobs, scene.context, others, [0, 1]))
     go_on.set()
-    loaded: dict[int, Sequence[OffloadKey]] = {}
+    loaded: dict[int, Sequence[BlockKey]] = {}
     assert until(lambda: loaded.update({e.number: e.loaded for e in scene.tier.take_ended()}) or len(loaded) == 2, 30.0)
     assert loaded[job_id] == keys
     assert scene.memory[8].tobytes() == payload(keys[0])

@@ -23,8 +23,7 @@ from ragcache_core.errors import CacheTierError, CacheWriteError, ConfigError
 from ragcache_core.runtime.environment import STARTED_AGAIN_ENV
 from ragcache_core.runtime.shared_memory import EngineFiles, journal_folder, new_engine_id
 from ragcache_core.types import PromptSegment, SegmentKind, Tier
-from ragcache_core.vllm_plugin.cache.kv_groups import KVGroups, OtherGroup, offload_key, unit_of
-from ragcache_core.vllm_plugin.compat import OffloadKey
+from ragcache_core.vllm_plugin.cache.kv_groups import KVGroups, OtherGroup
 from ragcache_core.vllm_plugin.disk import manager as disk
 from ragcache_core.vllm_plugin.offload import spec
 from ragcache_core.vllm_plugin.shared import tier as shared_tier
@@ -276,7 +275,7 @@ def test_what_is_forgotten_is_gone_after_a_restart_and_so_is_what_was_named_late
     parts = tuple(
         PromptSegment(SegmentKind.DOCUMENT, 4 * a, 4 * b, name) for a, b, name in ((0, 1, "A"), (1, 4, "copy"))
     )
-    it.controller.on_new_request("r", RequestMetadata(parts), [key[:-4] for key in copy], 16, 0.0)
+    it.controller.on_new_request("r", RequestMetadata(parts), copy, 16, 0.0)
     it.controller.on_finished("r")
     assert tree.rekeyed
     it.end_step()
@@ -291,7 +290,7 @@ def test_what_is_forgotten_is_gone_after_a_restart_and_so_is_what_was_named_late
     again.check()
     files = files_of(again)
     assert [payload(key)[:64] in files for key in (*one, *other)] == [True] + [False] * 3 + [True] * 6
-    assert [key[:-4] in files for key in one] == [True] + [False] * 3
+    assert [key in files for key in one] == [True] + [False] * 3
     assert again.num_hits("AB") == 1
     assert again.num_hits("D") == 6
     assert again.store("AB") == one
@@ -399,7 +398,7 @@ def test_blocks_of_windows_and_states_go_with_their_units(opening: Opening) -> N
     groups = KVGroups(0, {1: OtherGroup(1), 2: OtherGroup(math.inf)})
     it = opening(groups=groups)
     units = it.announce("AB")
-    keys = [OffloadKey(offload_key(unit_of(key), group)) for key in units for group in (0, 1, 2)]
+    keys = [groups.key_of(unit, group) for unit in units for group in (0, 1, 2)]
     it.submit_store(keys)
     it.settle()
     list(it.tier.take_ended())

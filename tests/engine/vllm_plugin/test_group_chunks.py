@@ -8,13 +8,13 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from vllm.v1.kv_offload.base import LookupResult, OffloadKey, ReqContext, make_offload_key
+from vllm.v1.kv_offload.base import LookupResult, ReqContext
 
 from ragcache_core.policy import PrefillCostModel
 from ragcache_core.tree import check_invariants
 from ragcache_core.types import PromptSegment, SegmentKind, Tier
 from ragcache_core.vllm_plugin.cache.controller import CacheController, TierReport
-from ragcache_core.vllm_plugin.cache.kv_groups import KVGroups, OtherGroup, unit_of
+from ragcache_core.vllm_plugin.cache.kv_groups import BlockKey, KVGroups, OtherGroup
 from ragcache_core.vllm_plugin.offload.host_tier import HostTier
 from ragcache_core.vllm_plugin.settings import PluginSettings
 from ragcache_core.wire import RequestMetadata
@@ -38,9 +38,9 @@ class Request:
         controller.on_new_request(name, RequestMetadata(tuple(segments)), self.hashes, end, 0.0)
         controller.on_admitted(name, self.hashes, {}, 0.0)
 
-    def chunks(self, first: int = 0, last: int | None = None) -> list[OffloadKey]:
+    def chunks(self, first: int = 0, last: int | None = None) -> list[BlockKey]:
         """Return the chunks of some of its units, group by group as vLLM offers them."""
-        return [make_offload_key(key, group) for group in (WINDOW, MAIN, STATE) for key in self.hashes[first:last]]
+        return [GROUPS.key_of(key, group) for group in (WINDOW, MAIN, STATE) for key in self.hashes[first:last]]
 
 
 class Host:
@@ -80,7 +80,7 @@ class Host:
 
     def here(self, request: Request, group: int) -> list[int]:
         """Return which units of a request have a chunk of a group."""
-        return [i for i, key in enumerate(request.hashes) if self.tier.row_of(make_offload_key(key, group)) is not None]
+        return [i for i, key in enumerate(request.hashes) if self.tier.row_of(GROUPS.key_of(key, group)) is not None]
 
     def check(self) -> None:
         check_invariants(self.controller.tree, is_connected=False)
@@ -91,7 +91,7 @@ class Host:
         resident = {
             key for n in tree.nodes() for i, key in enumerate(n.keys) if tree.resident_mask(n, Tier.HOST) >> i & 1
         }
-        assert resident == {unit_of(key) for key in chunks if GROUPS.is_main(key)}
+        assert resident == {GROUPS.unit_of(key) for key in chunks if GROUPS.is_main(key)}
         others = {key for key in chunks if not GROUPS.is_main(key)}
         assert self.tier.num_other_blocks == len(others)
         for key in others:
@@ -106,8 +106,8 @@ class GroupChunksMachine(RuleBasedStateMachine):
     def build(self, num_chunks: int, policy: str) -> None:
         self.it = Host(num_chunks, policy, is_selective=policy == "mixture")
         self.requests: list[Request] = []
-        self.stores: list[tuple[Request, list[OffloadKey]]] = []
-        self.loads: list[tuple[Request, list[OffloadKey]]] = []
+        self.stores: list[tuple[Request, list[BlockKey]]] = []
+        self.loads: list[tuple[Request, list[BlockKey]]] = []
 
     @rule(documents=st.text("ABCD", min_size=1, max_size=3))
     def arrive(self, documents: str) -> None:
@@ -181,7 +181,7 @@ class GroupChunksMachine(RuleBasedStateMachine):
             self.it.finish(request)
         self.it.check()
         last = self.it.ask("A")
-        keys = [make_offload_key(b"new %d" % i, MAIN) for i in range(self.it.num_chunks)]
+        keys = [GROUPS.key_of(b"new %d" % i, MAIN) for i in range(self.it.num_chunks)]
         assert self.it.tier.prepare_store(keys, last.context) is not None, "something is held for ever"
 
 
@@ -196,6 +196,20 @@ def test_of_windows_and_states_only_what_a_hit_may_need_is_stored() -> None:
     assert host.here(request, WINDOW) == [1, 2, 6, 7, 8], "and one more where a prompt ends"
 
 
+def test_full_attention_blocks_are_found_among_missing_ones_of_other_groups() -> None:
+    host = Host(40)
+    request = host.ask("B")
+    main = [GROUPS.key_of(unit, MAIN) for unit in request.hashes]
+    host.tier.prepare_store(main, request.context)
+    host.tier.complete_store(main, request.context)
+    output = host.tier.prepare_store(request.chunks(), request.context)
+    assert output is not None
+    assert output.keys_to_store
+    assert not set(main) & set(output.keys_to_store)
+    host.tier.complete_store(output.keys_to_store, request.context)
+    host.check()
+
+
 def test_every_group_of_a_document_is_on_the_disk_after_a_new_start(opening: Opening) -> None:
     scene = opening(groups=GROUPS)
     request = stored_on_disk(scene, "BC")
@@ -208,7 +222,7 @@ def test_every_group_of_a_document_is_on_the_disk_after_a_new_start(opening: Ope
     assert [tier["num_blocks"] for tier in report["tiers"] if tier["name"] == "disk"] == [len(request)]
 
 
-def stored_on_disk(scene: Scene, documents: str) -> list[OffloadKey]:
+def stored_on_disk(scene: Scene, documents: str) -> list[BlockKey]:
     """Write the chunks that the host tier would have of a request."""
     request = Request(scene.controller, f"{documents} {scene.num_jobs}", documents)
     keys = request.chunks()
@@ -225,11 +239,11 @@ def test_a_full_disk_evicts_blocks_no_hit_needs_and_then_blocks_with_all_groups(
     assert len(old) == 18
     stored_on_disk(scene, "B")
     here = {key for key in old if scene.tier.find(key, scene.context)}
-    units = {unit_of(key) for key in here if GROUPS.is_main(key)}
-    assert {unit_of(key) for key in here} == units, "nothing is left of a unit that is gone"
+    units = {GROUPS.unit_of(key) for key in here if GROUPS.is_main(key)}
+    assert {GROUPS.unit_of(key) for key in here} == units, "nothing is left of a unit that is gone"
     assert len(units) == 6, "windows and states amid the document made room for nine chunks"
     stored_on_disk(scene, "CC")
-    assert all(unit_of(key) in units for key in old if scene.tier.find(key, scene.context))
+    assert all(GROUPS.unit_of(key) in units for key in old if scene.tier.find(key, scene.context))
 
 
 @pytest.mark.parametrize("seed", range(3))

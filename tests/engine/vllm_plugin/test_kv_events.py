@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 from vllm.v1.core.kv_cache_utils import get_block_hash, maybe_convert_block_hash
-from vllm.v1.kv_offload.base import get_offload_block_hash
 from vllm.v1.request import RequestStatus
 
 from ragcache_core.vllm_plugin.disk import manager as disk
@@ -33,11 +32,12 @@ class Scene:
         manager = self.scheduler.connector.tiers
         gpu = self.scheduler.kv_cache_manager.block_pool.cached_block_hash_to_block
         host = [key for key, row in manager.host.contents().items() if manager.host._num_reads[row] >= 0]
-        below = [tier._groups.key_of_name(name) for tier in manager.lower for name in tier._stored]
+        below = [name for tier in manager.lower for name in tier._stored]
+        unit_of = manager.host.groups.unit_of
         return {
             "GPU": {maybe_convert_block_hash(get_block_hash(key)) for key in gpu._cache},
-            "CPU": {maybe_convert_block_hash(get_offload_block_hash(key)) for key in host},
-            "STORAGE": {maybe_convert_block_hash(get_offload_block_hash(key)) for key in below},
+            "CPU": {maybe_convert_block_hash(unit_of(key)) for key in host},
+            "STORAGE": {maybe_convert_block_hash(unit_of(key)) for key in below},
         }
 
     def check(self) -> dict[str, int]:

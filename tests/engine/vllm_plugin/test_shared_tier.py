@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import xxhash
-from vllm.v1.kv_offload.base import OffloadKey, ReqContext, ScheduleEndContext
+from vllm.v1.kv_offload.base import ReqContext, ScheduleEndContext
 from vllm.v1.kv_offload.tiering.fs.io import batch_load_block, batch_store_block
 
 from ragcache_core.chunkstore import async_store
@@ -26,6 +26,7 @@ from ragcache_core.errors import ConfigError
 from ragcache_core.policy import PrefillCostModel
 from ragcache_core.types import PromptSegment, SegmentKind
 from ragcache_core.vllm_plugin.cache.controller import CacheController
+from ragcache_core.vllm_plugin.cache.kv_groups import BlockKey
 from ragcache_core.vllm_plugin.lower.jobs import EndedJob, TierJob
 from ragcache_core.vllm_plugin.settings import PluginSettings
 from ragcache_core.vllm_plugin.shared import io as shared_io
@@ -71,7 +72,7 @@ class Machine:
         self.tier.end_step(ScheduleEndContext((), ()))
         return self.controller.counters
 
-    def begin(self, documents: str) -> tuple[list[OffloadKey], ReqContext]:
+    def begin(self, documents: str) -> tuple[list[BlockKey], ReqContext]:
         """Let a request for documents come, and return its keys."""
         self.num_jobs += 1
         name, keys = f"{documents} {self.num_jobs}", chain(documents)
@@ -79,11 +80,8 @@ class Machine:
         for doc in documents:
             segments.append(PromptSegment(SegmentKind.DOCUMENT, end, end + BLOCKS[doc] * BLOCK, doc))
             end += BLOCKS[doc] * BLOCK
-        hashes = [key[:-4] for key in keys]
-        self.controller.on_new_request(name, RequestMetadata(tuple(segments)), hashes, end, 0.0)
-        context = ReqContext(name)
-        context._offload_key_positions.update({key: (i + 1) * BLOCK for i, key in enumerate(keys)})
-        return keys, context
+        self.controller.on_new_request(name, RequestMetadata(tuple(segments)), keys, end, 0.0)
+        return keys, ReqContext(name)
 
     def end(self, context: ReqContext) -> None:
         self.controller.on_finished(context.req_id)
@@ -110,9 +108,9 @@ class Machine:
         assert until(has_ended, timeout_s)
         return self.results.pop(job_id)
 
-    def found(self, keys: list[OffloadKey], context: ReqContext) -> int:
+    def found(self, keys: list[BlockKey], context: ReqContext) -> int:
         """Return how many leading chunks a look-up finds, asked again and again as vLLM does."""
-        said: list[Sequence[OffloadKey] | None] = []
+        said: list[Sequence[BlockKey] | None] = []
 
         def is_said() -> bool:
             said[:] = [self.tier.find(key, context) for key in keys]
@@ -121,7 +119,7 @@ class Machine:
         assert until(is_said, BOUND_S)
         return next((i for i, found in enumerate(said) if not found), len(said))
 
-    def submit_load(self, keys: list[OffloadKey], context: ReqContext) -> int:
+    def submit_load(self, keys: list[BlockKey], context: ReqContext) -> int:
         self.memory[:] = UNTOUCHED
         self.num_jobs += 1
         self.tier.load(TierJob(self.num_jobs, context, keys, range(8, 8 + len(keys))))
@@ -272,7 +270,7 @@ def test_encrypted_objects_are_read_only_with_their_key(
     for name in rests_of(server):
         data = server.client().get(name) or b""
         assert not any(payload(chunk)[:64] in data for chunk in chain("AB"))
-        assert not any(chunk[:-4].hex() in name.decode() for chunk in chain("AB")), "a guess is not confirmed"
+        assert not any(chunk.hex() in name.decode() for chunk in chain("AB")), "a guess is not confirmed"
     assert start(server.url).read("AB") == 4
     monkeypatch.setenv(KEY_ENV, f"{new}\n{key}")
     assert start(server.url).read("AB") == 4

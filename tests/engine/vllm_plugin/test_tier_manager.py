@@ -14,7 +14,6 @@ from vllm.v1.kv_offload.base import (
     Locality,
     LookupResult,
     Medium,
-    OffloadKey,
     ReqContext,
     ScheduleEndContext,
     TierFilter,
@@ -23,11 +22,12 @@ from vllm.v1.kv_offload.base import (
 
 from ragcache_core.tree import check_invariants
 from ragcache_core.types import Tier
+from ragcache_core.vllm_plugin.cache.kv_groups import BlockKey
 from ragcache_core.vllm_plugin.compat import CacheHitSource, TieringOffloadingMetrics
 from ragcache_core.vllm_plugin.lower.jobs import EndedJob, TierJob
 from ragcache_core.vllm_plugin.lower.manager import TierManager
 from ragcache_core.vllm_plugin.lower.tier import LowerTier
-from tests.engine.vllm_plugin.host_scene import Asker, Host
+from tests.engine.vllm_plugin.host_scene import Asker, Host, PromptKeys
 
 BLOCK_BYTES = 1000
 
@@ -38,10 +38,10 @@ class SlowTier(LowerTier):
     name, source = "slow", CacheHitSource.DISK
     undeleted_reason = "it is a list"
 
-    def __init__(self, memory: list[OffloadKey | None]) -> None:
+    def __init__(self, memory: list[BlockKey | None]) -> None:
         self.memory = memory
-        self.held: set[OffloadKey] = set()
-        self.requests: dict[str, list[OffloadKey]] = {}
+        self.held: set[BlockKey] = set()
+        self.requests: dict[str, list[BlockKey]] = {}
         self.jobs: dict[int, tuple[TierJob, bool]] = {}
         self.ended: list[EndedJob] = []
         self.num_found_at_once = 99
@@ -49,14 +49,12 @@ class SlowTier(LowerTier):
 
     def begin_request(self, context: ReqContext) -> None:
         assert context.req_id not in self.requests
-        self.requests[context.req_id] = sorted(
-            context._offload_key_positions, key=context._offload_key_positions.__getitem__
-        )
+        self.requests[context.req_id] = context.get_state(PromptKeys)
 
     def end_request(self, context: ReqContext) -> None:
         del self.requests[context.req_id]  # once
 
-    def find(self, key: OffloadKey, context: ReqContext) -> Sequence[OffloadKey] | None:
+    def find(self, key: BlockKey, context: ReqContext) -> Sequence[BlockKey] | None:
         if self.is_unknown:
             return None
         keys = self.requests[context.req_id]
@@ -113,12 +111,12 @@ class TierManagerMachine(RuleBasedStateMachine):
     @initialize(num_rows=st.integers(2, 16))
     def build(self, num_rows: int) -> None:
         self.host = Host(num_rows)
-        self.memory: list[OffloadKey | None] = [None] * num_rows
+        self.memory: list[BlockKey | None] = [None] * num_rows
         self.tier = SlowTier(self.memory)
         self.manager = TierManager(self.host.tier, [self.tier], BLOCK_BYTES)
         self.askers: dict[str, Asker] = {}
-        self.stores: list[tuple[Asker, list[OffloadKey], list[int]]] = []
-        self.loads: list[tuple[Asker, list[OffloadKey], list[int]]] = []
+        self.stores: list[tuple[Asker, list[BlockKey], list[int]]] = []
+        self.loads: list[tuple[Asker, list[BlockKey], list[int]]] = []
 
     @rule(documents=st.text("ABCD", min_size=1, max_size=3))
     def arrive(self, documents: str) -> None:
@@ -150,16 +148,9 @@ class TierManagerMachine(RuleBasedStateMachine):
         asker = data.draw(st.sampled_from(list(self.askers.values())))
         self.tier.num_found_at_once, self.tier.is_unknown = num_at_once, is_unknown
         self.host.tier.begin_lookup(asker.context.req_id, 0)
-        ready: list[OffloadKey] = []
-        is_deferred = False
-        for key in asker.keys:
-            result = self.manager.lookup(key, asker.context)
-            if result is LookupResult.MISS:
-                break
-            is_deferred |= result is not LookupResult.HIT
-            ready += [key] if not is_deferred else []
+        ready = asker.keys[: self.manager.leading(asker.keys, asker.context) or 0]
         self.host.tier.end_lookup()
-        if is_deferred or not ready:
+        if not ready:
             return
         rows: list[int] = self.manager.prepare_load(ready, asker.context).block_ids.tolist()
         self.host.tier.drop_promises(asker.context.req_id)
@@ -173,7 +164,7 @@ class TierManagerMachine(RuleBasedStateMachine):
         self.check_load(keys, rows)
         self.manager.complete_load(set(keys), asker.context)
 
-    def check_load(self, keys: list[OffloadKey], rows: list[int]) -> None:
+    def check_load(self, keys: list[BlockKey], rows: list[int]) -> None:
         assert [self.memory[row] for row in rows] == keys
 
     @rule()
@@ -239,7 +230,7 @@ class Tiers:
 
     def __init__(self, num_rows: int = 8) -> None:
         self.host = Host(num_rows)
-        self.memory: list[OffloadKey | None] = [None] * num_rows
+        self.memory: list[BlockKey | None] = [None] * num_rows
         self.fast, self.slow = SlowTier(self.memory), SlowTier(self.memory)
         self.fast.name, self.slow.source = "fast", CacheHitSource.EXTERNAL_UNSPECIFIED
         self.manager = TierManager(self.host.tier, [self.fast, self.slow], BLOCK_BYTES)

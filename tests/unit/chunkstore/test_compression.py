@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from ragcache_core import config
@@ -128,6 +128,17 @@ def test_eight_bits_keep_each_number_within_a_step_of_the_largest_of_its_64(
     assert (np.abs(after - before) <= largest * (1 / 254 + 1 / 200) + 127 * 2.0**-24).all()
 
 
+@given(largest=st.floats(1.0, 65504.0, width=16), sign=st.sampled_from((-1, 1)))
+@example(65504.0, 1)
+def test_eight_bits_of_finite_float16_numbers_are_finite(largest: float, sign: int) -> None:
+    numbers = np.linspace(0.0, sign * largest, 64).astype(np.float16)
+    quantised = quantise(numbers.tobytes(), "float16")
+    assert quantised is not None
+    target = bytearray(numbers.nbytes)
+    assert dequantise(quantised, memoryview(target))
+    assert np.isfinite(np.frombuffer(target, np.float16)).all()
+
+
 @pytest.mark.parametrize("number", [np.nan, np.inf, 3e38])
 def test_a_chunk_that_eight_bits_cannot_hold_comes_back_exactly(number: float) -> None:
     chunk = np.zeros(CHUNK_BYTES // 4, np.float32)
@@ -203,6 +214,21 @@ def test_numbers_of_eight_bits_take_less_than_half_and_come_back_the_same_after_
             assert (data := read(store, name)) == before[name]
             assert data is not None
             assert 0.0 < np.abs(np.frombuffer(data, np.float32) - chunks[name]).max() < 0.05
+
+
+@pytest.mark.parametrize("setting", [None, "off", "auto", "zstd"])
+def test_a_store_of_exact_chunks_serves_no_numbers_of_eight_bits(
+    opening: Opening, setting: config.CompressionName | None
+) -> None:
+    packing = Compression("int8", "The test's store", number_type="bfloat16")
+    with opening(8, chunk_bytes=CHUNK_BYTES, compression=packing) as store:
+        store.write_many(kv_writes(keys(1)))
+        assert read(store, keys(1)[0]) not in (None, kv(keys(1)[0]))
+    exact = None if setting is None else Compression(setting, "The test's store")
+    with opening(8, chunk_bytes=CHUNK_BYTES, compression=exact) as store:
+        assert read(store, keys(1)[0]) is None
+        store.write_many(kv_writes(keys(1)))
+        assert read(store, keys(1)[0]) == kv(keys(1)[0])
 
 
 def test_a_write_without_enough_bytes_is_refused_as_a_whole(opening: Opening) -> None:

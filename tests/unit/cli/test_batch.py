@@ -10,14 +10,17 @@ import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
 
-from ragcache_core.cli import cli
+from ragcache_core.cli import batch_files, cli
+from ragcache_core.cli.batch_files import AnswerFile
 from ragcache_core.client import Engine
+from ragcache_core.errors import ConfigError
 from ragcache_core.retrieval import DocumentStore
 from ragcache_core.types import Document
 from tests.support.scripted_server import ENGINE_DEAD, Refusal, Reply, ScriptedServer, Seen
@@ -172,16 +175,26 @@ def test_broken_lines_are_reported_and_the_others_answered(server: ScriptedServe
     assert any("not UTF-8 (byte 0xf6" in error for error in errors)
 
 
+@pytest.mark.parametrize(
+    ("reply", "code"),
+    [
+        (Refusal(400, "no"), "400"),
+        (Refusal(200, "no"), "incomplete"),
+        (Reply("Mel ends in", finish_reason="abort"), "incomplete"),
+    ],
+    ids=["refused", "no answer", "cut off"],
+)
 def test_a_request_that_fails_is_repeated_by_the_next_run_and_answers_stay(
-    server: ScriptedServer, questions: Path, store: Path, tmp_path: Path
+    reply: Refusal | Reply, code: str, server: ScriptedServer, questions: Path, store: Path, tmp_path: Path
 ) -> None:
     output = tmp_path / "out.jsonl"
-    server.script(Refusal(400, "no"))
+    server.script(reply)
     first = run(server, questions, store, output, "--max-concurrency", "1")
     assert first.exit_code == 1
     assert "1 requests failed" in first.stderr
     (failed,) = [record for record in records(output).values() if record["error"] is not None]
-    assert failed["error"] == {"code": "400", "message": "no"}
+    assert failed["error"]["code"] == code
+    assert getattr(reply, "message", "Mel ends in") in failed["error"]["message"]
     answered = {name: record for name, record in records(output).items() if record["error"] is None}
     server.clear()
     assert run(server, questions, store, output).exit_code == 0
@@ -241,8 +254,9 @@ def test_a_record_that_was_cut_off_is_answered_again(
     assert run(server, questions, store, output).exit_code == 0
     whole = output.read_bytes()
     last = whole.splitlines(keepends=True)[-1]
-    for kept in (len(whole) - 1, len(whole) - len(last) // 2, len(whole) - len(last) + 3):
-        output.write_bytes(whole[:kept])
+    ends = [last[:-1], last[: len(last) // 2], last[:3], bytes(len(last))]
+    for end in ends:
+        output.write_bytes(whole.removesuffix(last) + end)
         server.clear()
         assert run(server, questions, store, output).exit_code == 0
         assert len(server.requests) == 1
@@ -311,6 +325,32 @@ def test_an_output_that_another_run_writes_is_not_touched(
     assert result.exit_code == 1
     assert "is written by another run" in result.stderr
     assert server.requests == []
+
+
+def test_a_run_that_opens_the_output_while_another_replaces_it_loses_no_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output, digests = tmp_path / "out.jsonl", {name: batch_files.digest_of(name) for name in ("one", "two", "three")}
+
+    def answered(name: str) -> dict[str, Any]:
+        return batch_files.to_record(name, digests[name], {"status_code": 200, "body": {"model": "m"}})
+
+    failed = batch_files.to_record("two", digests["two"], error={"code": "500", "message": ""})
+    write(output, answered("one"), failed)  # which a next run takes out of the file
+    first, lock = ExitStack(), fcntl.flock
+
+    def lock_late(file: Any, operation: int) -> None:
+        monkeypatch.setattr(fcntl, "flock", lock)
+        first.enter_context(AnswerFile.open(output, digests)).append(answered("two"))
+        lock(file, operation)
+
+    monkeypatch.setattr(fcntl, "flock", lock_late)
+    with first, pytest.raises(ConfigError, match="is written by another run"):
+        AnswerFile.open(output, digests)
+    with AnswerFile.open(output, digests) as answers:
+        assert set(answers.models) == {"one", "two"}
+        answers.append(answered("three"))
+    assert set(records(output)) == {"one", "two", "three"}
 
 
 def test_what_cannot_work_is_known_before_an_engine_is_started(

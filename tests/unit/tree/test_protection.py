@@ -1,4 +1,4 @@
-"""What waiting requests will hit is evicted last; and who wants to know is told what changed."""
+"""Protected units are evicted last; and subscribers learn which nodes changed."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def evict_all(tree: KnowledgeTree, tier: Tier = Tier.GPU) -> str:
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))
 @pytest.mark.parametrize("is_offered_first", [False, True], ids=["before it is offered", "while it is offered"])
-def test_what_a_waiting_request_will_hit_goes_last(policy: str, is_offered_first: bool) -> None:
+def test_protected_units_go_last(policy: str, is_offered_first: bool) -> None:
     tree = KnowledgeTree(POLICIES[policy](PrefillCostModel.default()))
     segments = [document("A"), document("B", "A")]
     if not is_offered_first:

@@ -15,15 +15,12 @@ BLOCK = 4
 _Answer = TypeVar("_Answer")
 
 
-def controller(
-    *, max_protected_units: int = 0, tiers: Mapping[Tier, TierReport] | None = None, **settings: Any
-) -> CacheController:
+def controller(*, tiers: Mapping[Tier, TierReport] | None = None, **settings: Any) -> CacheController:
     return CacheController(
         PluginSettings(**{"policy": "pgdsf", **settings}),
         tokens_per_block=BLOCK,
         prefill_cost=PrefillCostModel.default(),
         tiers=tiers,
-        max_protected_units=max_protected_units,
     )
 
 

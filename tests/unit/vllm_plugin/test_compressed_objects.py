@@ -50,6 +50,14 @@ def test_engines_with_any_setting_read_a_compressed_object(setting: CompressionN
     assert payload(opened(setting, keys), "name", raw) == kv(1)
 
 
+def test_an_engine_with_exact_kv_takes_no_object_of_eight_bits() -> None:
+    approximate = Objects({"model": "demo"}, CHUNK_BYTES, None, Compression("int8", "", number_type="bfloat16"))
+    data = approximate.pack("name", kv(), 5.0)
+    assert payload(approximate, "name", data) not in (None, kv())
+    for reader in (None, "off", "auto", "zstd"):
+        assert payload(opened(reader), "name", data) is None  # type: ignore[arg-type]
+
+
 @settings(max_examples=50)
 @given(data=st.binary(min_size=300, max_size=300), turned=st.integers(0, 350), bit=st.integers(0, 7))
 def test_any_bytes_come_back_and_a_turned_bit_is_a_miss(data: bytes, turned: int, bit: int) -> None:

@@ -1,18 +1,15 @@
-"""How the engine's controller ranks the requests that wait, and protects what they will find."""
+"""How the engine's controller ranks the requests that wait."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Hashable
 from statistics import median
 from time import process_time
-from typing import Any
 
 import pytest
 
 from ragcache_core.policy import PrefillCostModel
 from ragcache_core.queueing import CacheAwareQueue
-from ragcache_core.tree import KnowledgeTree, Location, check_invariants
 from ragcache_core.types import Tier
 from ragcache_core.vllm_plugin.cache.controller import CacheController
 from ragcache_core.wire import RequestMetadata
@@ -124,61 +121,6 @@ def test_priorities_follow_whatever_comes_goes_and_is_cut() -> None:
             known[name] = it.order_priority(name)
 
 
-def test_a_waiting_requests_path_is_protected_until_it_is_admitted_or_ends() -> None:
-    it = controller(max_protected_units=8)
-    first, second = wait(it, "r1", "a"), wait(it, "r2", "a", "b")
-    for key in (*first, *second):
-        put(it, key)
-    assert set(it.tree.protected_keys) == {first[-1], second[-1]}
-    it.on_admitted("r1", first, {}, 1.0)
-    assert set(it.tree.protected_keys) == {second[-1]}
-    it.on_finished("r2")
-    it.on_finished("r1")
-    assert not it.tree.protected_keys
-    check_invariants(it.tree)
-
-
-def test_no_more_is_protected_than_fits_and_the_next_follow_in_their_turn() -> None:
-    it = controller(max_protected_units=5)
-    chains = [wait(it, f"r{i}", name) for i, name in enumerate("abcd")]
-    assert set(it.tree.protected_keys) == {chains[0][-1], chains[1][-1]}
-    large = wait(it, "large", "x", "y", "z")
-    it.on_finished("r0")
-    assert set(it.tree.protected_keys) == {chains[1][-1], chains[2][-1]}
-    for i in (1, 2, 3):
-        it.on_finished(f"r{i}")
-    assert large[-1] not in it.tree.protected_keys, "it alone is more than may be protected"
-    it.on_finished("large")
-    assert not it.tree.protected_keys
-
-
-class CountingTree:
-    """Counts how often a unit is looked for."""
-
-    def __init__(self, tree: KnowledgeTree) -> None:
-        self._tree = tree
-        self.num_looks = 0
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._tree, name)
-
-    def locate(self, key: Hashable) -> Location | None:
-        self.num_looks += 1
-        return self._tree.locate(key)
-
-
-def test_an_admission_looks_at_a_few_of_those_that_wait_however_many_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    it = controller(max_protected_units=5)
-    chains = [wait(it, f"r{i}", f"d{i}") for i in range(2000)]
-    tree = CountingTree(it.tree)
-    monkeypatch.setattr(it._queued, "_tree", tree)
-    for i in range(1000):
-        it.on_admitted(f"r{i}", chains[i], {}, 1.0)
-        assert set(it.tree.protected_keys) == {chains[i + 1][-1], chains[i + 2][-1]}
-    assert 0 < tree.num_looks < 100 * 1000
-    check_invariants(it.tree)
-
-
 def test_what_is_cached_of_a_waiting_request_takes_no_time() -> None:
     it, cost = controller(), PrefillCostModel.default()
     parts = segments(("a", 8), (None, 10))
@@ -192,15 +134,13 @@ def test_what_is_cached_of_a_waiting_request_takes_no_time() -> None:
         assert it.pending_prefill_s == 0.0
 
 
-def test_a_speculative_request_is_neither_protected_nor_pending_until_it_is_confirmed() -> None:
-    it = controller(max_protected_units=8)
+def test_a_speculative_request_is_not_pending_until_it_is_confirmed() -> None:
+    it = controller()
     it.on_new_request("r", RequestMetadata(segments(("a", 8), (None, 10)), "s"), keys(2), 10, 0.0)
-    assert not it.tree.protected_keys
     assert it.is_speculative("r")
     assert it.num_pending_prefills == 0
     assert it.confirm("s") == ["r"]
     it.on_waiting("r")
-    assert set(it.tree.protected_keys) == {keys(2)[-1]}
     assert it.num_pending_prefills == 1
     it.on_admitted("r", keys(2), {}, 1.0)
     it.on_first_token("r", 1.0)
@@ -210,17 +150,15 @@ def test_a_speculative_request_is_neither_protected_nor_pending_until_it_is_conf
     assert (figures["is_speculative"], figures["is_confirmed"]) == (True, True)
 
 
-def test_a_speculation_that_was_preempted_and_confirmed_is_protected_until_it_is_admitted_again() -> None:
-    it = controller(max_protected_units=8)
+def test_a_preempted_speculation_that_is_confirmed_is_watched_until_it_is_admitted_again() -> None:
+    it = controller()
     it.on_new_request("r", RequestMetadata(segments(("a", 8), (None, 10)), "s"), keys(2), 10, 0.0)
     it.on_admitted("r", keys(2), {}, 1.0)
     assert it.confirm("s") == ["r"]
     it.on_waiting("r")
-    assert set(it.tree.protected_keys) == {keys(2)[-1]}
     put(it, keys(2)[0])
     assert it.take_touched() == {"r"}
     it.on_admitted("r", keys(2), {}, 2.0)
-    assert not it.tree.protected_keys
 
 
 @pytest.mark.parametrize("block", [50, 99])

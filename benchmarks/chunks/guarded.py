@@ -1,0 +1,130 @@
+"""What a bound on errors (``ChunkReuse(max_error=...)``) computes, beside prefix caching and the fixed default.
+
+The 12-layer demo model answers five kinds of questions in turn, each named to the engine, one after the other. After
+each answer the engine is idle until it has audited it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import fmean
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from benchmarks.chunks.ablations import MODEL
+from benchmarks.chunks.answers import ALPHA
+from benchmarks.engines import BLOCK_SIZE, launch
+from benchmarks.report import BenchmarkPlan, Figure, Part
+from examples.demo_model_training import recurring
+from ragcache_core.client import Engine
+from ragcache_core.config import CacheConfig, ChunkReuse
+from ragcache_core.prompt import PromptLayout
+from ragcache_core.quality import Question, read_questions
+from ragcache_core.quality.answers import ScoredAnswer, scored
+from ragcache_core.runtime.environment import CPU_KV_CACHE_BYTES_ENV
+
+_SEED = 890_000
+_NUM_OF_A_KIND = 120
+_MAX_ERROR = 0.02
+_MAX_TOKENS = 32
+_PARTS = 6
+_LARGEST_PAUSE_S = 5.0
+_KV_BYTES = 256 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class _GuardedRun:
+    """The answers of one engine, and what its guard found by kind."""
+
+    answers: Sequence[ScoredAnswer]
+    kinds: Sequence[dict[str, Any]]
+
+    def computed(self, first: int, end: int) -> int:
+        return sum(answer.num_computed_tokens for answer in self.answers[first:end])
+
+
+def measure_guarded(plan: BenchmarkPlan) -> Part:
+    """Ask the same questions of three engines, and compare computed tokens by sixths of the run, and answers."""
+    questions = _questions(plan.sized(_NUM_OF_A_KIND, 4))
+    prefix, guarded, fixed = (
+        _ask(plan, name, questions, chunks)
+        for name, chunks in (
+            ("prefix caching", None),
+            ("max_error", ChunkReuse(max_error=_MAX_ERROR)),
+            ("fixed default", ChunkReuse(alpha=ALPHA)),
+        )
+    )
+    num = len(questions)
+    ends = [num * part // _PARTS for part in range(_PARTS + 1)]
+    figures = []
+    for first, end in [*itertools.pairwise(ends), (0, num), (num // 2, num)]:
+        baseline = prefix.computed(first, end)
+        ratio, fixed_ratio = (round(run.computed(first, end) / baseline, 4) for run in (guarded, fixed))
+        note = "of prefix caching's tokens; baseline: the fixed default"
+        figures.append(Figure(f"guarded_computed_{first}_to_{end}", ratio, fixed_ratio, note=note))
+    errors, fixed_errors = (
+        fmean(a.text != b.text for a, b in zip(run.answers, prefix.answers, strict=True)) for run in (guarded, fixed)
+    )
+    figures.append(Figure("guarded_error_share", round(errors, 4), round(fixed_errors, 4), note="not prefix caching's"))
+    details = {
+        "model": MODEL,
+        "kinds": guarded.kinds,
+        "computed_tokens": {
+            name: [answer.num_computed_tokens for answer in run.answers]
+            for name, run in (("prefix caching", prefix), ("max_error", guarded), ("fixed default", fixed))
+        },
+    }
+    return Part("none: each engine begins empty and without evidence", tuple(figures), details)
+
+
+def _questions(num_of_a_kind: int) -> list[Question]:
+    """Return as many questions of each kind, the kinds in turn."""
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "questions.jsonl"
+        recurring.main(["--deep", "--seed", str(_SEED), "--num-questions", "600", "--out", str(path)])
+        by_kind: dict[str, list[Question]] = {}
+        for question in read_questions(path):
+            by_kind.setdefault(question.kind, []).append(question)
+    in_turn = zip(*(questions[:num_of_a_kind] for questions in by_kind.values()), strict=True)
+    return [question for of_each in in_turn for question in of_each]
+
+
+def _ask(plan: BenchmarkPlan, name: str, questions: Sequence[Question], chunks: ChunkReuse | None) -> _GuardedRun:
+    plan.report(f"guarded: {name}")
+    cache = (
+        None
+        if chunks is None
+        else CacheConfig(kv_cache_bytes=_KV_BYTES, host_bytes="1GiB", chunk_reuse=chunks, block_size=BLOCK_SIZE)
+    )
+    plain = (
+        {"kv_cache_memory_bytes": _KV_BYTES, "env": {CPU_KV_CACHE_BYTES_ENV: str(4 * _KV_BYTES)}}
+        if chunks is None
+        else {}
+    )
+    layout, answers = PromptLayout(), []
+    with launch(MODEL, cache, max_model_len=1024, **plain) as engine:
+        for number, question in enumerate(questions):
+            prompt = layout.render(engine.tokenizer, question.documents, question.text)
+            given: dict[str, Any] = {"chunk_reuse": {"kind": question.kind}} if chunks and chunks.max_error else {}
+            answers.append(scored(question, engine.generate(prompt, max_tokens=_MAX_TOKENS, **given)))
+            if given:
+                _wait_for_audits(engine)
+            plan.report(f"guarded: {name}, question {number + 1}")
+        chunk_stats = engine.stats().chunks
+    kinds = [asdict(each) for each in chunk_stats.kinds] if chunk_stats else []
+    return _GuardedRun(answers, kinds)
+
+
+def _wait_for_audits(engine: Engine) -> None:
+    """Return once no approximate answer of a level without a bound waits for its audit."""
+    ends_s = time.monotonic() + _LARGEST_PAUSE_S
+    while time.monotonic() < ends_s:
+        chunks = engine.stats().chunks
+        assert chunks is not None
+        if all(kind.num_audits >= kind.num_approximate or kind.error_bound <= _MAX_ERROR for kind in chunks.kinds):
+            return
+        time.sleep(0.02)  # a poll: the engine's idle steps make it true

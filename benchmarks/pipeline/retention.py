@@ -1,0 +1,155 @@
+"""What ``retain_s`` brings to agents that wait for tools, beside single questions that fill the same GPU KV cache.
+
+Each agent's prompt grows by the answer and the tool's result. With the hint a request asks for as long as the tool
+takes, which is known here. Both arms get the same prompts and questions at the same times, from an empty cache.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from statistics import fmean, median
+from typing import Any
+
+from benchmarks.engines import BLOCK_SIZE, block_bytes, launch
+from benchmarks.report import BenchmarkPlan, Figure, Part, percentiles_ms
+from benchmarks.searches import DocumentTexts
+from ragcache_core.client import Engine, Generation
+from ragcache_core.config import CacheConfig
+from ragcache_core.prompt import ChatMessage, PromptLayout
+
+_NUM_AGENTS = 6
+_TASK_WORDS, _RESULT_WORDS = 120, 40
+_WAITS_S = (1.0, 6.0)
+_SLACK_S = 1.0
+_QUESTIONS_PER_S = 8.0
+_NUM_DOCUMENTS = 200
+_DOCUMENT_WORDS = 120
+_MAX_TOKENS = 12
+_CACHE_TOKENS = 16_384
+
+
+@dataclass(slots=True)
+class _AgentsRun:
+    """The answers of one arm: of each agent by its turns, and those to single questions."""
+
+    turns: dict[int, list[Generation]] = field(default_factory=dict)
+    singles: list[Generation] = field(default_factory=list)
+
+    @property
+    def later_turns(self) -> list[Generation]:
+        return [answer for number in sorted(self.turns) for answer in self.turns[number][1:]]
+
+
+def measure_retention(plan: BenchmarkPlan) -> Part:
+    """Run both arms by turns for three seeds, and compare the agents' later turns and all requests."""
+    tasks, results, documents = (
+        DocumentTexts(plan.corpus, num_words) for num_words in (_TASK_WORDS, _RESULT_WORDS, _DOCUMENT_WORDS)
+    )
+    pairs: list[tuple[_AgentsRun, _AgentsRun]] = []
+    num_retained = 0
+    with _launch(plan) as engine:
+        for round_ in range(plan.sized(3, 1)):
+            runs = {}
+            for is_hinted in (False, True) if round_ % 2 == 0 else (True, False):
+                plan.report(f"retention: {'with' if is_hinted else 'without'} hints, round {round_}")
+                engine.cache.purge()
+                scene = _Scene(engine, (tasks, results, documents), plan.seed + round_, plan.sized(6, 2), is_hinted)
+                runs[is_hinted] = asyncio.run(scene.run())
+                num_retained = max(num_retained, scene.num_retained)
+            pairs.append((runs[False], runs[True]))
+    without, with_ = zip(*pairs, strict=True)
+    turns, hinted_turns = ([a for run in runs for a in run.later_turns] for runs in (without, with_))
+    singles, hinted_singles = ([a for run in runs for a in run.singles] for runs in (without, with_))
+    p50, p99 = percentiles_ms(_ttfts_s(hinted_turns))
+    note = f"{len(hinted_turns)} later turns, {len(pairs)} seeds; most tokens retained: {num_retained:,}"
+    by_seed = [f"{_share(b.later_turns):.3f} over {_share(a.later_turns):.3f}" for a, b in pairs]
+    figures = (
+        Figure("retention_turns_cached", _share(hinted_turns), _share(turns), note="; ".join(by_seed)),
+        Figure("retention_turns_ttft_ms", _mean_ms(hinted_turns), _mean_ms(turns), p50, p99, note=note),
+        Figure("retention_singles_cached", _share(hinted_singles), _share(singles), note=f"{len(singles)} questions"),
+        Figure("retention_all_ttft_ms", _mean_ms(hinted_turns + hinted_singles), _mean_ms(turns + singles)),
+        Figure("retention_mismatches", sum(a.text != b.text for a, b in zip(turns, hinted_turns, strict=True))),
+    )
+    details = {
+        name: [{"turns": _ttfts_s(run.later_turns), "singles_median_s": median(_ttfts_s(run.singles))} for run in runs]
+        for name, runs in (("without", without), ("with", with_))
+    }
+    return Part("none: each arm begins with an empty cache", figures, details)
+
+
+@dataclass(slots=True)
+class _Scene:
+    """Agents and single questions on an engine, all drawn from one seed."""
+
+    engine: Engine
+    texts: tuple[DocumentTexts, DocumentTexts, DocumentTexts]
+    seed: int
+    num_turns: int
+    is_hinted: bool
+    num_retained: int = 0
+
+    async def run(self) -> _AgentsRun:
+        found = _AgentsRun()
+        asking = asyncio.ensure_future(self._ask_singles(found))
+        await asyncio.gather(*(self._work(number, found) for number in range(_NUM_AGENTS)))
+        asking.cancel()
+        await asyncio.gather(asking, return_exceptions=True)
+        return found
+
+    async def _work(self, number: int, found: _AgentsRun) -> None:
+        tasks, results, _ = self.texts
+        rng = random.Random(f"{self.seed} {number}")
+        first = 1_000 * self.seed + 100 * number
+        messages: list[ChatMessage] = [{"role": "user", "content": tasks.document(first).text}]
+        await asyncio.sleep(rng.uniform(0.0, _WAITS_S[1]))
+        for turn in range(self.num_turns):
+            wait_s = rng.uniform(*_WAITS_S)
+            hint: dict[str, Any] = {"retain_s": wait_s + _SLACK_S} if self.is_hinted else {}
+            answer = await self.engine.agenerate(messages, max_tokens=_MAX_TOKENS, **hint)
+            found.turns.setdefault(number, []).append(answer)
+            messages.append({"role": "assistant", "content": answer.text})
+            messages.append({"role": "user", "content": results.document(first + turn + 1).text})
+            await asyncio.sleep(wait_s)
+            if number == 0:
+                self.num_retained = max(self.num_retained, (await self.engine.astats()).num_retained_tokens)
+
+    async def _ask_singles(self, found: _AgentsRun) -> None:
+        """Ask questions at times and about documents of the seed until it is cancelled."""
+        documents = self.texts[2]
+        rng, layout, asked = random.Random(self.seed), PromptLayout(), set[asyncio.Future[None]]()
+
+        async def ask(prompt: Sequence[ChatMessage]) -> None:
+            found.singles.append(await self.engine.agenerate(prompt, max_tokens=_MAX_TOKENS))
+
+        at_s = time.monotonic()
+        try:
+            while True:
+                at_s += rng.expovariate(_QUESTIONS_PER_S)
+                shown = [documents.document(rng.randrange(_NUM_DOCUMENTS)) for _ in range(2)]
+                prompt = layout.messages(shown, f"Who founded number {rng.randrange(1_000)}?")
+                await asyncio.sleep(at_s - time.monotonic())
+                asked.add(asyncio.ensure_future(ask(prompt)))
+        finally:
+            await asyncio.gather(*asked)
+
+
+def _launch(plan: BenchmarkPlan) -> Engine:
+    num_bytes = _CACHE_TOKENS // BLOCK_SIZE * block_bytes(plan.model)
+    return launch(plan.model, CacheConfig(kv_cache_bytes=num_bytes, block_size=BLOCK_SIZE, host_bytes=0))
+
+
+def _ttfts_s(answers: Sequence[Generation]) -> list[float]:
+    return [answer.stats.ttft_s or 0.0 for answer in answers]
+
+
+def _mean_ms(answers: Sequence[Generation]) -> float:
+    return round(1000 * fmean(_ttfts_s(answers)), 2)
+
+
+def _share(answers: Sequence[Generation]) -> float:
+    num_prompt = sum(answer.stats.num_prompt_tokens for answer in answers)
+    return round(sum(answer.stats.num_cached_tokens for answer in answers) / num_prompt, 4)
