@@ -28,7 +28,7 @@ def compile_corpus(model: str, questions: Sequence[str], folder: Path) -> str:
     sizes = [text for name, value in SIZES.items() for text in (f"--{name.replace('_', '-')}", str(value))]
     where = ["--store", str(DEMO_STORE), "--shared", kv.as_uri(), "--from-log", str(log), "-k", str(NUM_DOCUMENTS)]
     command = ["compile", model, *where, "--budget", "4MiB", *sizes, "--", *VLLM_ARGS]
-    subprocess.run([sys.executable, "-m", "ragcache_core", *command], check=True, stdout=sys.stderr)
+    subprocess.run([sys.executable, "-m", "ragcache_core", *command], check=True, stdout=2)  # --json has stdout alone
     return kv.as_uri()
 
 

@@ -77,7 +77,7 @@ def measure_compiled(plan: BenchmarkPlan) -> Part:
         (
             Figure("compiled_cached_share", round(full.cached_share, 4), round(empty.cached_share, 4), note=note),
             Figure("compiled_forecast_share", round(forecast, 4), round(full.cached_share, 4), note="beside measured"),
-            Figure("compiled_ttft_ms", p50, empty_p50, p50, p99, note="by the client"),
+            Figure("compiled_ttft_ms", p50, empty_p50, p50, p99, note="as the engine counts it"),
             Figure("compiled_ttft_ratio", round(ratio, 3), 1.0, note="median over the questions"),
             Figure("compiled_mismatches", mismatches),
             Figure("compile_s", round(compile_s, 1), note=f"{compiled['num_tokens']:,} tokens, with the start"),

@@ -30,7 +30,6 @@ WRONG_USAGE = [
     "compile {model} --store {store} --budget 1GiB --shared file:///kv --chunk-reuse",
     "compile {model} --store {store} --budget lots --shared file:///kv",
     "compile {model} --store {store} --budget 200 --shared file:///kv",
-    "compile {model} --store {store} --budget 2GiB --shared file:///kv --shared-bytes 1GiB",
     "index {notes} --stroe {store}",
     "profile {model} --url http://127.0.0.1:1 --block-size 32",
     "profile {model} -- --port 8",

@@ -13,7 +13,7 @@ from ragcache_core.policy.returning import NextTurnModel
 def observed(
     shares: Mapping[int, float], think_requests: Callable[[], int] = lambda: 100, *, num_turns: int = 500
 ) -> NextTurnModel:
-    """Return what is known when the last of that many turns of each number ends, one a request, a share of which goes
+    """Return what is known when the last of that many turns of each number ends, one a request, if a share of them goes
     on."""
     returning = NextTurnModel()
     waiting: list[tuple[int, int, int]] = []
