@@ -60,8 +60,9 @@ class MixturePolicy(ReplacementPolicy):
     Ranks are of ``rate * N_inf``: the order is the same, and a node that has just been used does not rank lower than an
     equal one that was ranked some requests ago.
 
-    A conversation's history ranks by the rate at which its next turn is expected, which falls with the time since the
-    last one (:class:`~ragcache_core.policy.returning.NextTurnModel`).
+    A conversation's history ranks by the highest rate at which its next turn is expected from now on
+    (:class:`~ragcache_core.policy.returning.NextTurnModel`). A document that was used once may belong to a first turn,
+    whose rate is added.
 
     A node that slower tiers hold as well ranks lower: it would be loaded and not computed. So two tiers hold different
     documents, and a full host tier takes in only nodes that rank above those that it would evict.
@@ -174,7 +175,7 @@ class MixturePolicy(ReplacementPolicy):
         return -min(stats.turn, NUM_KINDS)
 
     def score(self, stats: NodeStats, rank: float, num_requests: int) -> float:
-        """Return the rank; for a conversation's history, the expected rate of its next turn."""
+        """Return the rank; for a conversation's history, the highest expected rate of its next turn."""
         if not stats.turn:
             return rank
         rate = self.returning.rate(stats.turn, num_requests - stats.last_request) * self._norms[-1]
