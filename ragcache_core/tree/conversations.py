@@ -50,7 +50,7 @@ class Conversations:
     def on_answered(self, key: Hashable, turn: int, num_requests: int) -> None:
         """Record the answer of ``turn``, which begins in the unit ``key``, at the tree's request ``num_requests``."""
         if key not in self._turns:
-            self._returning.on_turn(turn, num_requests)
+            self._returning.on_turn(turn)
             self._turns[key] = _Turn(turn, num_requests)
             if len(self._turns) > _MAX_TURNS:
                 self._turns.popitem(last=False)

@@ -144,14 +144,9 @@ class TierState:
             self._put_aside(node)
             return
         self._refresh_rank(node)
-        bucket, rank = self.policy.bucket(node), self.ranks[node.id]
-        self._push((node.owner, bucket), (rank, node.updated, node.id))
-        if bucket < 0:  # the highest rank first
-            self._push((node.owner, -bucket), (-rank, node.updated, node.id))
+        bucket = node.owner, self.policy.bucket(node)
+        heappush(self._heaps.setdefault(bucket, []), (self.ranks[node.id], node.updated, node.id))
         self._is_offered[node.id] = 1
-
-    def _push(self, bucket: tuple[Owner, int], entry: _Entry) -> None:
-        heappush(self._heaps.setdefault(bucket, []), entry)
         self.num_entries += 1
 
     def worth(self, node: TreeNode, num_requests: int) -> float:
@@ -187,7 +182,7 @@ class TierState:
         if self.num_entries <= self._max_entries:
             return
         for bucket, heap in list(self._heaps.items()):
-            alive = [entry for entry in set(heap) if self._keep(entry, nodes) is not None]
+            alive = [entry for entry in heap if self._keep(entry, nodes) is not None]
             heapify(alive)
             self._heaps[bucket] = alive
         self.num_entries = sum(len(heap) for heap in self._heaps.values())
@@ -268,12 +263,11 @@ class TierState:
         return False
 
     def _node_of(self, entry: _Entry, nodes: Sequence[TreeNode | None] | dict[int, TreeNode]) -> TreeNode | None:
-        node = nodes[entry[2]]
-        return node if node is not None and self._is_current(entry, node) and self.is_evictable(node) else None
-
-    def _is_current(self, entry: _Entry, node: TreeNode) -> bool:
-        """Return whether a node has not changed since it was offered, in either order."""
-        return node.updated == entry[1] and abs(self.ranks[node.id]) == abs(entry[0])
+        rank, updated, node_id = entry
+        node = nodes[node_id]
+        if node is None or node.updated != updated or self.ranks[node_id] != rank or not self.is_evictable(node):
+            return None
+        return node
 
     def _first(self, bucket: tuple[Owner, int], nodes: Sequence[TreeNode | None]) -> TreeNode | None:
         heap = self._heaps[bucket]
@@ -325,6 +319,6 @@ class TierState:
     def _keep(self, entry: _Entry, nodes: Sequence[TreeNode | None]) -> TreeNode | None:
         """Return the node of a valid entry; mark another's node to be offered again."""
         node = self._node_of(entry, nodes)
-        if node is None and (now := nodes[entry[2]]) is not None and self._is_current(entry, now):
+        if node is None and (now := nodes[entry[2]]) is not None and entry[:2] == (self.ranks[now.id], now.updated):
             self._is_offered[now.id] = 0
         return node
