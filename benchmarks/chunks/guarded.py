@@ -1,4 +1,4 @@
-"""What a bound on errors (``ChunkReuse(max_error=...)``) computes, beside prefix caching and the fixed default.
+"""What a bound on errors (``ChunkReuse(max_error=...)``) computes, against prefix caching and the fixed default.
 
 The 12-layer demo model answers five kinds of questions in turn, each named to the engine, one after the other. After
 each answer the engine is idle until it has audited it.

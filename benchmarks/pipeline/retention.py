@@ -1,4 +1,4 @@
-"""What ``retain_s`` brings to agents that wait for tools, beside single questions that fill the same GPU KV cache.
+"""What ``retain_s`` brings to agents that wait for tools, while single questions fill the same GPU KV cache.
 
 Each agent's prompt grows by the answer and the tool's result. With the hint a request asks for as long as the tool
 takes, which is known here. Both arms get the same prompts and questions at the same times, from an empty cache.

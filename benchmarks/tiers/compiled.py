@@ -76,12 +76,14 @@ def measure_compiled(plan: BenchmarkPlan) -> Part:
         "none: each engine has just started",
         (
             Figure("compiled_cached_share", round(full.cached_share, 4), round(empty.cached_share, 4), note=note),
-            Figure("compiled_forecast_share", round(forecast, 4), round(full.cached_share, 4), note="beside measured"),
+            Figure(
+                "compiled_forecast_share", round(forecast, 4), round(full.cached_share, 4), note="baseline: measured"
+            ),
             Figure("compiled_ttft_ms", p50, empty_p50, p50, p99, note="as the engine counts it"),
             Figure("compiled_ttft_ratio", round(ratio, 3), 1.0, note="median over the questions"),
             Figure("compiled_mismatches", mismatches),
             Figure("compile_s", round(compile_s, 1), note=f"{compiled['num_tokens']:,} tokens, with the start"),
-            Figure("compiled_bytes", num_bytes, compiled["num_bytes"], note="in the folder, beside the plan's"),
+            Figure("compiled_bytes", num_bytes, compiled["num_bytes"], note="in the folder; baseline: planned"),
         ),
         {
             "empty_ttft_s": empty.ttfts_s,

@@ -92,7 +92,7 @@ class TierManager(OffloadingManager):
             at, are_ready = at + num_found, are_ready and are_written
             if at == len(keys) or not self.lower or self._look_below(keys[at], context) is LookupResult.MISS:
                 break
-            at, are_ready = at + 1, False  # go on, so that lower tiers are queried for all blocks
+            at, are_ready = at + 1, False  # go on: lower tiers are to be queried for all blocks
         return at if are_ready else None
 
     def lookup(self, key: BlockKey, req_context: ReqContext) -> LookupResult:
