@@ -133,7 +133,10 @@ class ReplacementPolicy(ABC):
         """
 
     def bucket(self, stats: NodeStats) -> int:
-        """Return the bucket of a node; ranks within one keep their order over time."""
+        """Return the bucket of a node; scores within one are in the order of ranks, at any time.
+
+        Below 0: the lowest score is that of the lowest or of the highest rank.
+        """
         return 0
 
     def score(self, stats: NodeStats, rank: float, num_requests: int) -> float:

@@ -144,9 +144,18 @@ class TierState:
             self._put_aside(node)
             return
         self._refresh_rank(node)
-        bucket = node.owner, self.policy.bucket(node)
-        heappush(self._heaps.setdefault(bucket, []), (self.ranks[node.id], node.updated, node.id))
+        bucket, rank = self.policy.bucket(node), self.ranks[node.id]
+        self._push((node.owner, bucket), (rank, node.updated, node.id))
+        if bucket < 0:  # the highest rank first
+            self._push((node.owner, -bucket), (-rank, node.updated, node.id))
         self._is_offered[node.id] = 1
+
+    def withdraw(self, node: TreeNode) -> None:
+        """Have a node that has got a child ranked when it is offered again, however often it was offered before."""
+        self._is_offered[node.id] = 0
+
+    def _push(self, bucket: tuple[Owner, int], entry: _Entry) -> None:
+        heappush(self._heaps.setdefault(bucket, []), entry)
         self.num_entries += 1
 
     def worth(self, node: TreeNode, num_requests: int) -> float:
@@ -182,7 +191,7 @@ class TierState:
         if self.num_entries <= self._max_entries:
             return
         for bucket, heap in list(self._heaps.items()):
-            alive = [entry for entry in heap if self._keep(entry, nodes) is not None]
+            alive = [entry for entry in set(heap) if self._keep(entry, nodes) is not None]
             heapify(alive)
             self._heaps[bucket] = alive
         self.num_entries = sum(len(heap) for heap in self._heaps.values())
@@ -215,15 +224,17 @@ class TierState:
             if node is None:
                 continue
             score = self.score(node, num_requests)
-            if best is None or score < best_score:
+            if best is None or (score, node.updated) < (best_score, best.updated):
                 best, best_score = node, score
         return best
 
     def _rank_all(self, nodes: Sequence[TreeNode | None]) -> None:
         entries = [entry for heap in self._heaps.values() for entry in heap]
         self._heaps, self.num_entries = {}, 0
+        ranked: set[int] = set()  # a node may have an entry in two buckets
         for entry in entries:
-            if (node := self._keep(entry, nodes)) is not None:
+            if entry[2] not in ranked and (node := self._keep(entry, nodes)) is not None:
+                ranked.add(node.id)
                 self._is_offered[node.id] = 0
                 self.offer(node)
 
@@ -263,11 +274,12 @@ class TierState:
         return False
 
     def _node_of(self, entry: _Entry, nodes: Sequence[TreeNode | None] | dict[int, TreeNode]) -> TreeNode | None:
-        rank, updated, node_id = entry
-        node = nodes[node_id]
-        if node is None or node.updated != updated or self.ranks[node_id] != rank or not self.is_evictable(node):
-            return None
-        return node
+        node = nodes[entry[2]]
+        return node if node is not None and self._is_current(entry, node) and self.is_evictable(node) else None
+
+    def _is_current(self, entry: _Entry, node: TreeNode) -> bool:
+        """Return whether a node has not changed since it was offered, in either order."""
+        return node.updated == entry[1] and abs(self.ranks[node.id]) == abs(entry[0])
 
     def _first(self, bucket: tuple[Owner, int], nodes: Sequence[TreeNode | None]) -> TreeNode | None:
         heap = self._heaps[bucket]
@@ -302,7 +314,7 @@ class TierState:
                 continue
             self._refresh_rank(node)
             score = self.score(node, num_requests)
-            if best is None or score < best_score:
+            if best is None or (score, node.updated) < (best_score, best.updated):
                 best, best_score = node, score
         return best
 
@@ -319,6 +331,6 @@ class TierState:
     def _keep(self, entry: _Entry, nodes: Sequence[TreeNode | None]) -> TreeNode | None:
         """Return the node of a valid entry; mark another's node to be offered again."""
         node = self._node_of(entry, nodes)
-        if node is None and (now := nodes[entry[2]]) is not None and entry[:2] == (self.ranks[now.id], now.updated):
+        if node is None and (now := nodes[entry[2]]) is not None and self._is_current(entry, now):
             self._is_offered[now.id] = 0
         return node
