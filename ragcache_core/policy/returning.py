@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Final
 
-NUM_KINDS: Final = 8
+NUM_KINDS: Final = 4
 """Number of turns with separate statistics; the last covers all later turns."""
 _BINS: Final = (1, *(num_requests for i in range(1, 17) for num_requests in (2**i, 3 * 2 ** (i - 1))), 2**17)
 """Where the bins of think times begin, in requests, and where the last one ends; it has all that are longer."""
