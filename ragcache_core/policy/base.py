@@ -82,13 +82,19 @@ class ReplacementPolicy(ABC):
     uses_clock: ClassVar[bool] = False
     """Whether a rank depends on the tier's clock; one that does not may be computed again at any time. A tree reads
     this and :attr:`copy_discount` once, when it is built."""
-    rank_ages: ClassVar[Sequence[int]] = ()
-    """Requests since a node's last access at which it is ranked again, where its rank falls faster than others'."""
     is_selective: ClassVar[bool] = False
     """Whether a full host tier admits only nodes that rank above the evicted ones. Only for ranks without a clock."""
     copy_discount: ClassVar[float] = 0.0
     """By how much a node ranks lower in a tier while slower ones hold all of it as well: it would be loaded again and
     not computed. Only where ranks need no clock; 0: a tier does not look at those below."""
+
+    @property
+    def rank_ages(self) -> Sequence[int]:
+        """Requests since a node's last access at which it is ranked again, as ranks do not fall alike.
+
+        Empty always or never.
+        """
+        return ()
 
     def cost_per_token_s(self, prefill_cost: PrefillCost, num_cached_tokens: int, num_new_tokens: int) -> float:
         """Return the seconds that a request charges to each missed token: T(alpha, beta) / beta (Eq. 3).

@@ -30,6 +30,8 @@ _ONCE, _OFTEN, _UNSEEN = 0, 1, 2
 _CLASSES: Final = (_ONCE, _OFTEN)
 _RANK_AGES: Final = (64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)
 """Up to the age at which all memories but the longest have forgotten a use; bins of think times begin there."""
+_FEWER_RANK_AGES: Final = _RANK_AGES[::2]
+"""For traffic in which conversations are not likely to continue."""
 _LOAD_SPEEDUP: Final = 16.0
 """How many times faster a token's KV is loaded than computed; 16 and more gave the same in simulation."""
 _QUESTION_TOKENS: Final = 32
@@ -69,7 +71,6 @@ class MixturePolicy(ReplacementPolicy):
     """
 
     name = "mixture"
-    rank_ages: ClassVar[Sequence[int]] = _RANK_AGES
     is_selective: ClassVar[bool] = True
     copy_discount: ClassVar[float] = math.log(_LOAD_SPEEDUP)  # ranks are logarithms
 
@@ -91,6 +92,10 @@ class MixturePolicy(ReplacementPolicy):
         self._mean_tokens = 10_000.0
         self._document_uses: dict[DocId, int] = {}
         self._known_share = 0.5
+
+    @property
+    def rank_ages(self) -> Sequence[int]:
+        return _RANK_AGES if self.returning.is_likely(1) else _FEWER_RANK_AGES
 
     def cost_per_token_s(self, prefill_cost: PrefillCost, num_cached_tokens: int, num_new_tokens: int) -> float:
         """Return the seconds that each new token adds to the prefill of a short question.
