@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from examples._shared import demo_questions, open_demo_store, open_engine, read_options
 from ragcache_core import CacheConfig, PromptLayout
 
-SIZES = {"kv_cache_bytes": "8MiB", "host_bytes": "4MiB", "disk_bytes": "8MiB", "block_size": 32}
+SIZES = {"kv_cache_bytes": "12MiB", "host_bytes": "8MiB", "disk_bytes": "24MiB", "block_size": 32}
 NUM_DOCUMENTS, NUM_ROUNDS = 4, 2
 
 

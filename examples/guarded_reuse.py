@@ -9,53 +9,33 @@ differs. In the end all questions are asked exactly, to count the answers that d
 from __future__ import annotations
 
 import json
-import tempfile
+import random
 import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 
 from examples._shared import open_engine, read_options
-from examples.demo_model_training import recurring
-from ragcache_core import CacheConfig, ChunkReuse, Engine, PromptLayout
-from ragcache_core.quality import Question, read_questions
+from examples.demo_model_training.recurring import continued, single_hop
+from ragcache_core import CacheConfig, ChunkReuse, PromptLayout
 
 MAX_ERROR, NUM_OF_A_KIND = 0.2, 48
-KINDS = ("single-hop", "continued")
-
-
-def questions_of(kinds: Sequence[str]) -> list[Question]:
-    """Return questions over five documents that recur in changing sets, the kinds in turn."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "questions.jsonl"
-        recurring.main(["--out", str(path), "--num-questions", str(NUM_OF_A_KIND)])
-        asked = read_questions(path)
-    of_each = [[question for question in asked if question.kind == kind][:NUM_OF_A_KIND] for kind in kinds]
-    return [question for in_turn in zip(*of_each, strict=True) for question in in_turn]
-
-
-def wait_for_audits(engine: Engine) -> None:
-    """Wait up to a second for the audits of the answers so far; a server has other times without requests."""
-    for _ in range(50):
-        chunks = engine.stats().chunks
-        if chunks is None or all(kind.num_audits == kind.num_approximate for kind in chunks.kinds):
-            return
-        time.sleep(0.02)
+PAUSE_S = 0.1
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     options = read_options(__doc__, arguments)
     layout, differing = PromptLayout(), Counter[str]()
+    sources = [source(random.Random(0)) for source in (single_hop, continued)]  # five documents each, which recur
     cache = CacheConfig(
         kv_cache_bytes="64MiB", block_size=32, host_bytes="256MiB", chunk_reuse=ChunkReuse(max_error=MAX_ERROR)
     )
     with open_engine(options, cache) as engine:
         answers = []
-        for asked in questions_of(KINDS):
+        for asked in [next(source) for _ in range(NUM_OF_A_KIND) for source in sources]:
             prompt = layout.render(engine.tokenizer, asked.documents, asked.text)
             answers.append((prompt, asked, engine.generate(prompt, max_tokens=24, chunk_reuse={"kind": asked.kind})))
-            wait_for_audits(engine)
+            time.sleep(PAUSE_S)  # idle time, as a server has it between requests
         found = engine.stats().chunks
         for prompt, asked, answer in answers:
             exact = engine.generate(prompt, max_tokens=24, chunk_reuse=False)
