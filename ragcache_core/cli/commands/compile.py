@@ -166,8 +166,11 @@ def compile_(
             )
             facts = {"model": model, "store": str(store), "shared": cache.shared, **plan_to_dict(plan, expected)}
             facts["forecasts"] = [forecast.to_dict() for forecast in plan.forecasts]
+            num_out = len(set(expected.alone) - {path.doc_ids[-1] for path in plan.paths})
+            facts["num_left_out_documents"] = num_out
             if not as_json:
-                click.echo("\n".join([*lines_of(plan, expected), *_forecast_lines(plan)]))
+                left_out = f"{num_out:,} of {len(expected.alone):,} documents do not fit the budget: raise --budget"
+                click.echo("\n".join([*lines_of(plan, expected), *_forecast_lines(plan), *[left_out] * bool(num_out)]))
             if not dry_run:
                 facts |= _compile(engine, _part_of(plan, *part), as_json=as_json)
     write_output(facts, output)
