@@ -68,12 +68,9 @@ def test_engines_load_what_was_compiled_and_a_second_run_computes_what_changed(d
             answers.append([engine.generate(prompt, max_tokens=8) for prompt in prompts])
             engine.generate(layout.messages([new], "where is it"), max_tokens=8)
             stats = engine.stats()
-            receipt = engine.forget(list(documents)) if cache else None
     assert {path: path.stat().st_mtime_ns for path in (folder, *folder.rglob("*"))} == kept, "it is only read"
     (shared,) = (tier for tier in stats.tiers if tier.name == "shared")
     assert (shared.num_dropped_blocks, stats.num_shared_failures, stats.num_shared_pending_blocks) == (0, 0, 0)
-    assert receipt is not None
-    assert "is only read" in "".join(receipt.problems)
     assert [answer.text for answer in answers[0]] == [answer.text for answer in answers[1]]
     for answer in answers[1]:
         assert (answer.stats.num_shared_tokens or 0) >= 0.8 * answer.stats.num_prompt_tokens
