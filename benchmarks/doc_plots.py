@@ -235,7 +235,7 @@ def _policies(tiers: str, title: str) -> str:
         y = 62 + 34 * line
         drawing.text(100, y + 21, name, anchor="end")
         for place, column in enumerate(columns):
-            rates = {policy: cell["token_hit_rate"] for policy, cell in cells[column].items()}
+            rates = {policy: cell["token_hit_rate"] for policy, cell in cells[column].items() if policy != "belady"}
             ratio = rates.pop("mixture") / max(rates.values())
             drawing.box(112 + 80 * place, y, 76, 30, _shade(ratio))
             drawing.text(150 + 80 * place, y + 20, f"{ratio:.2f}", anchor="middle")

@@ -139,5 +139,5 @@ def _transfer_config(engine: EngineName, host_bytes: int, engine_id: str, folder
         )
     tiers = Tiers(host_bytes=0 if engine == "ragcache-gpu" else host_bytes)
     if engine == "ragcache-disk":
-        tiers = Tiers(host_bytes=host_bytes, disk_bytes=1 << 28, directory=folder / "kv")
+        tiers = Tiers(host_bytes=host_bytes, disk_bytes=1 << 28, directory=folder / "kv", compression="lz4")
     return KVTransferConfig(**transfer_config(tiers.resolved(), engine_id, None, (), None))

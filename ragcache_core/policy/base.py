@@ -82,13 +82,19 @@ class ReplacementPolicy(ABC):
     uses_clock: ClassVar[bool] = False
     """Whether a rank depends on the tier's clock; one that does not may be computed again at any time. A tree reads
     this and :attr:`copy_discount` once, when it is built."""
-    rank_ages: ClassVar[Sequence[int]] = ()
-    """Requests since a node's last access at which it is ranked again, where its rank falls faster than others'."""
     is_selective: ClassVar[bool] = False
     """Whether a full host tier admits only nodes that rank above the evicted ones. Only for ranks without a clock."""
     copy_discount: ClassVar[float] = 0.0
     """By how much a node ranks lower in a tier while slower ones hold all of it as well: it would be loaded again and
     not computed. Only where ranks need no clock; 0: a tier does not look at those below."""
+
+    @property
+    def rank_ages(self) -> Sequence[int]:
+        """Requests since a node's last access at which it is ranked again, as ranks do not fall alike.
+
+        Empty always or never.
+        """
+        return ()
 
     def cost_per_token_s(self, prefill_cost: PrefillCost, num_cached_tokens: int, num_new_tokens: int) -> float:
         """Return the seconds that a request charges to each missed token: T(alpha, beta) / beta (Eq. 3).
@@ -133,7 +139,10 @@ class ReplacementPolicy(ABC):
         """
 
     def bucket(self, stats: NodeStats) -> int:
-        """Return the bucket of a node; ranks within one keep their order over time."""
+        """Return the bucket of a node; scores within one are in the order of ranks, at any time.
+
+        Below 0: the lowest score is that of the lowest or of the highest rank.
+        """
         return 0
 
     def score(self, stats: NodeStats, rank: float, num_requests: int) -> float:

@@ -28,8 +28,10 @@ _KNOWN_RATE: Final = 0.001
 _SIZE_RATE: Final = 0.01
 _ONCE, _OFTEN, _UNSEEN = 0, 1, 2
 _CLASSES: Final = (_ONCE, _OFTEN)
-_RANK_AGES: Final = (64, 128, 256, 512, 1024, 2048, 4096)
-"""Up to the age at which all memories but the longest have forgotten a use."""
+_RANK_AGES: Final = (64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)
+"""Up to the age at which all memories but the longest have forgotten a use; bins of think times begin there."""
+_FEWER_RANK_AGES: Final = _RANK_AGES[::2]
+"""For traffic in which conversations are not likely to continue."""
 _LOAD_SPEEDUP: Final = 16.0
 """How many times faster a token's KV is loaded than computed; 16 and more gave the same in simulation."""
 _QUESTION_TOKENS: Final = 32
@@ -60,15 +62,15 @@ class MixturePolicy(ReplacementPolicy):
     Ranks are of ``rate * N_inf``: the order is the same, and a node that has just been used does not rank lower than an
     equal one that was ranked some requests ago.
 
-    A conversation's history ranks by the rate at which its next turn is expected, which falls with the time since the
-    last one (:class:`~ragcache_core.policy.returning.NextTurnModel`).
+    A conversation's history ranks by the highest rate at which its next turn is expected from now on
+    (:class:`~ragcache_core.policy.returning.NextTurnModel`). A document that was used once may belong to a first turn,
+    whose rate is added.
 
     A node that slower tiers hold as well ranks lower: it would be loaded and not computed. So two tiers hold different
     documents, and a full host tier takes in only nodes that rank above those that it would evict.
     """
 
     name = "mixture"
-    rank_ages: ClassVar[Sequence[int]] = _RANK_AGES
     is_selective: ClassVar[bool] = True
     copy_discount: ClassVar[float] = math.log(_LOAD_SPEEDUP)  # ranks are logarithms
 
@@ -90,6 +92,10 @@ class MixturePolicy(ReplacementPolicy):
         self._mean_tokens = 10_000.0
         self._document_uses: dict[DocId, int] = {}
         self._known_share = 0.5
+
+    @property
+    def rank_ages(self) -> Sequence[int]:
+        return _RANK_AGES if self.returning.is_likely(1) else _FEWER_RANK_AGES
 
     def cost_per_token_s(self, prefill_cost: PrefillCost, num_cached_tokens: int, num_new_tokens: int) -> float:
         """Return the seconds that each new token adds to the prefill of a short question.
@@ -166,13 +172,15 @@ class MixturePolicy(ReplacementPolicy):
             k, uses_above = _PRIOR_USES * self._known_share, parent.frequency
             share = self._document_uses.get(stats.doc_id, 0) / (self._now + self._num_earlier or 1)
             rate *= (uses + k * share) * uses_above / ((uses_above + k) * uses)
+        if uses == 1 and stats.doc_id is not None:  # a first turn's, whose conversation may continue
+            rate += self.returning.rate(1, age) * self._norms[-1]
         return math.log(rate if rate > _LEAST_RATE else _LEAST_RATE)
 
     def bucket(self, stats: NodeStats) -> int:
-        return min(stats.turn, NUM_KINDS)
+        return -min(stats.turn, NUM_KINDS)
 
     def score(self, stats: NodeStats, rank: float, num_requests: int) -> float:
-        """Return the rank; for a conversation's history, the expected rate of its next turn."""
+        """Return the rank; for a conversation's history, the highest expected rate of its next turn."""
         if not stats.turn:
             return rank
         rate = self.returning.rate(stats.turn, num_requests - stats.last_request) * self._norms[-1]

@@ -231,7 +231,6 @@ class BlockCache:
             is_likely = self._tree.returning.is_likely(self._tree.conversations.turn_of(keys))
             run.is_likely = is_likely or self._retained_s(run) > 0.0
             self._retention.on_used(keys)
-            run.turn = self._tree.conversations.on_access(keys, self._tree.num_requests)
             self._reuse(run)
         elif self._chunks is not None:
             self._chunks.warm(run.request, run.expected_uses)
@@ -338,6 +337,8 @@ class BlockCache:
         if isinstance(policy, BeladyPolicy):
             assert run.number is not None
             policy.begin(run.number)
+        keys = run.prompt.keys[: run.prompt.num_prompt_tokens // self.block_size]
+        run.turn = self._tree.conversations.on_access(keys, self._tree.num_requests)
         self._tree.record_access(path, num_hit_units=len(run.tiers), cost_per_token_s=cost_s, turn=run.turn)
 
     def _path(self, prompt: PromptBlocks) -> Sequence[TreeNode]:

@@ -40,17 +40,16 @@ class Conversations:
     def on_access(self, keys: Sequence[Hashable], num_requests: int) -> int:
         """Record that a prompt of these units is the tree's ``num_requests``-th request, and return :meth:`turn_of`."""
         before = self._before(keys)
-        if before is None:
-            return 1
-        if not before.has_returned:
+        if before is not None and not before.has_returned:
             before.has_returned = True
             self._returning.on_return(before.number, num_requests - before.num_requests)
-        return before.number + 1
+        self._returning.refresh()
+        return 1 if before is None else before.number + 1
 
     def on_answered(self, key: Hashable, turn: int, num_requests: int) -> None:
         """Record the answer of ``turn``, which begins in the unit ``key``, at the tree's request ``num_requests``."""
         if key not in self._turns:
-            self._returning.on_turn(turn)
+            self._returning.on_turn(turn, num_requests)
             self._turns[key] = _Turn(turn, num_requests)
             if len(self._turns) > _MAX_TURNS:
                 self._turns.popitem(last=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Collection, Hashable, Iterable, Sequence
 
@@ -60,7 +61,7 @@ class KnowledgeTree(TieredTree):
         self.rekeyed: set[int] = set()
         self.returning = policy.returning if isinstance(policy, MixturePolicy) else NextTurnModel()
         self.conversations = Conversations(self.returning)
-        self._due: dict[int, list[tuple[int, int, int]]] = {}
+        self._due: dict[int, list[tuple[int, int]]] = {}
         super().__init__(policy, moves_down=moves_down)
 
     # Asking: changes nothing
@@ -264,19 +265,20 @@ class KnowledgeTree(TieredTree):
             self._rank_later(node, 0)
 
     def _rank_later(self, node: TreeNode, age: int) -> None:
-        """Rank a node again at the policy's ``age`` (counted from 0), unless it is accessed before."""
+        """Rank a node again at the policy's first age above ``age`` requests, unless it is accessed before."""
         ages = self.policy.rank_ages
-        if age < len(ages) and not node.turn:
-            at = node.last_request + ages[age]
-            self._due.setdefault(at, []).append((node.id, node.last_request, age))
+        if node.turn or (place := bisect_right(ages, age)) == len(ages):
+            return
+        at = node.last_request + ages[place]
+        self._due.setdefault(at, []).append((node.id, node.last_request))
 
     def _rank_aged(self) -> None:
-        for node_id, last_request, age in self._due.pop(self.num_requests, ()):
+        for node_id, last_request in self._due.pop(self.num_requests, ()):
             node = self._nodes[node_id]
             if node is not None and node.last_request == last_request:
                 for state in self.tiers:
                     state.rank_again(node)
-                self._rank_later(node, age + 1)
+                self._rank_later(node, self.num_requests - last_request)
 
     def _set_frequency(self, node: TreeNode, frequency: int) -> None:
         node.frequency = frequency

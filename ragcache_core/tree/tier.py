@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Collection, Mapping, Sequence
-from heapq import heapify, heappop, heappush
+from heapq import heappop, heappush
 from typing import Any, Final
 
 from ragcache_core.policy.base import ReplacementPolicy
@@ -13,9 +13,16 @@ from ragcache_core.tree.node import TreeNode, runs_of
 from ragcache_core.tree.shares import Owner, Shares
 
 _MIN_ENTRIES: Final = 1024
+_ENTRIES_PER_NODE: Final = 3
+"""Heap entries for each resident node, from which on stale ones are dropped."""
+_NUM_SIFTED: Final = 3
+"""Old entries that are examined for each new one, so that no request waits for all."""
 _NUM_RANKED_AT_ONCE: Final = 32
 """Of so few nodes, a policy whose ranks age has all ranked again: they turn over before they reach its first age."""
 
+_RANKED, _RANKED_EARLIER = 1, 2
+"""Whether a node has an entry that is valid, and one that is if its rank has not changed; 0 for none."""
+_Bucket = tuple[Owner, int]
 _Entry = tuple[float, int, int]
 """(rank, sequence number of the node's last update, node id): valid while both numbers are still the node's."""
 
@@ -67,12 +74,13 @@ class TierState:
         self.num_nodes = 0
         self.num_evicted_units = 0
         self.shares = Shares()
-        self._heaps: dict[tuple[Owner, int], list[_Entry]] = {}
+        self._heaps: dict[_Bucket, list[_Entry]] = {}
+        self._old_heaps: dict[_Bucket, list[_Entry]] = {}
         self._aside: set[int] = set()
         self._is_offered = bytearray()
         self._is_copied = bytearray()
         self.num_entries = 0
-        self._max_entries = _MIN_ENTRIES
+        self._num_pushed = 0
         self._has_ages = bool(policy.rank_ages)
         self._ranked_at = 0
 
@@ -138,16 +146,31 @@ class TierState:
 
     def offer(self, node: TreeNode) -> None:
         """Make a node a candidate for eviction, if it can be evicted."""
-        if self._is_offered[node.id] or not self.is_evictable(node):
+        before = self._is_offered[node.id]
+        if before == _RANKED or not self.is_evictable(node):
             return
         if node.id in self.protected:
             self._put_aside(node)
             return
+        rank_before = self.ranks[node.id]
         self._refresh_rank(node)
-        bucket = node.owner, self.policy.bucket(node)
-        heappush(self._heaps.setdefault(bucket, []), (self.ranks[node.id], node.updated, node.id))
-        self._is_offered[node.id] = 1
+        bucket, rank = self.policy.bucket(node), self.ranks[node.id]
+        self._is_offered[node.id] = _RANKED
+        if before == _RANKED_EARLIER and rank == rank_before:
+            return
+        self._push((node.owner, bucket), (rank, node.updated, node.id))
+        if bucket < 0:  # the highest rank first
+            self._push((node.owner, -bucket), (-rank, node.updated, node.id))
+
+    def withdraw(self, node: TreeNode) -> None:
+        """Have a node that has got a child ranked when it is offered again, however often it was offered before."""
+        if self._is_offered[node.id]:
+            self._is_offered[node.id] = _RANKED_EARLIER
+
+    def _push(self, bucket: _Bucket, entry: _Entry) -> None:
+        heappush(self._heaps.setdefault(bucket, []), entry)
         self.num_entries += 1
+        self._num_pushed += 1
 
     def worth(self, node: TreeNode, num_requests: int) -> float:
         """Return a node's score in this tier, resident or not."""
@@ -178,15 +201,26 @@ class TierState:
             self.offer(node)
 
     def compact(self, nodes: Sequence[TreeNode | None]) -> None:
-        """Drop stale heap entries when they are the majority, as without evictions none would be removed."""
-        if self.num_entries <= self._max_entries:
-            return
-        for bucket, heap in list(self._heaps.items()):
-            alive = [entry for entry in heap if self._keep(entry, nodes) is not None]
-            heapify(alive)
-            self._heaps[bucket] = alive
-        self.num_entries = sum(len(heap) for heap in self._heaps.values())
-        self._max_entries = _MIN_ENTRIES + 2 * self.num_entries
+        """Drop some stale heap entries, if they are many, as without evictions none would be removed.
+
+        O(entries that are new since the last call).
+        """
+        num_sifted, self._num_pushed = _NUM_SIFTED * self._num_pushed, 0
+        if not self._old_heaps:
+            if self.num_entries <= _MIN_ENTRIES + _ENTRIES_PER_NODE * self.num_nodes:
+                return
+            self._old_heaps, self._heaps = self._heaps, {}
+        while num_sifted > 0 and self._old_heaps:
+            bucket, heap = next(iter(self._old_heaps.items()))
+            entries, heap[-num_sifted:] = heap[-num_sifted:], []  # what is left of a heap is one
+            num_sifted -= len(entries)
+            self.num_entries -= len(entries)
+            for entry in entries:
+                if self._keep(entry, nodes) is not None:
+                    heappush(self._heaps.setdefault(bucket, []), entry)
+                    self.num_entries += 1
+            if not heap:
+                del self._old_heaps[bucket]
 
     def candidate(
         self, nodes: Sequence[TreeNode | None], num_requests: int, owners: Collection[Owner] | None = None
@@ -207,37 +241,43 @@ class TierState:
         if self._has_ages and num_requests != self._ranked_at and self.num_nodes <= _NUM_RANKED_AT_ONCE:
             self._ranked_at = num_requests
             self._rank_all(nodes)
-        if len(self._heaps) == 1 and owners is None:
+        if len(self._heaps) == 1 and not self._old_heaps and owners is None:
             (bucket,) = self._heaps
-            return self._first(bucket, nodes)
-        for bucket in [each for each in self._heaps if owners is None or each[0] in owners]:
-            node = self._first(bucket, nodes)
-            if node is None:
-                continue
-            score = self.score(node, num_requests)
-            if best is None or score < best_score:
-                best, best_score = node, score
+            return self._first(self._heaps, bucket, nodes)
+        for heaps in (self._heaps, self._old_heaps):
+            for bucket in [each for each in heaps if owners is None or each[0] in owners]:
+                node = self._first(heaps, bucket, nodes)
+                if node is None:
+                    continue
+                score = self.score(node, num_requests)
+                if best is None or (score, node.updated) < (best_score, best.updated):
+                    best, best_score = node, score
         return best
 
     def _rank_all(self, nodes: Sequence[TreeNode | None]) -> None:
-        entries = [entry for heap in self._heaps.values() for entry in heap]
-        self._heaps, self.num_entries = {}, 0
+        entries = self._entries()
+        self._heaps, self._old_heaps, self.num_entries = {}, {}, 0
+        ranked: set[int] = set()  # a node may have an entry in two buckets
         for entry in entries:
-            if (node := self._keep(entry, nodes)) is not None:
+            if entry[2] not in ranked and (node := self._keep(entry, nodes)) is not None:
+                ranked.add(node.id)
                 self._is_offered[node.id] = 0
                 self.offer(node)
+
+    def _entries(self) -> list[_Entry]:
+        return [entry for heaps in (self._heaps, self._old_heaps) for heap in heaps.values() for entry in heap]
 
     def is_candidate(self, node: TreeNode) -> bool:
         """Return whether :meth:`candidate` can return this node; O(entries)."""
         if node.id in self._aside:
             return self.is_evictable(node)
-        entries = [entry for heap in self._heaps.values() for entry in heap]
+        entries = self._entries()
         return any(self._node_of(entry, {node.id: node}) is node for entry in entries if entry[2] == node.id)
 
     def rank_again(self, node: TreeNode) -> None:
         """Update the rank of an aged candidate."""
         if self._is_offered[node.id] and node.id not in self._aside:
-            self._is_offered[node.id] = 0
+            self._is_offered[node.id] = _RANKED_EARLIER
             self.offer(node)
 
     def bases(self, node: TreeNode) -> int:
@@ -263,14 +303,17 @@ class TierState:
         return False
 
     def _node_of(self, entry: _Entry, nodes: Sequence[TreeNode | None] | dict[int, TreeNode]) -> TreeNode | None:
-        rank, updated, node_id = entry
-        node = nodes[node_id]
-        if node is None or node.updated != updated or self.ranks[node_id] != rank or not self.is_evictable(node):
-            return None
-        return node
+        node = nodes[entry[2]]
+        return node if node is not None and self._is_current(entry, node) and self.is_evictable(node) else None
 
-    def _first(self, bucket: tuple[Owner, int], nodes: Sequence[TreeNode | None]) -> TreeNode | None:
-        heap = self._heaps[bucket]
+    def _is_current(self, entry: _Entry, node: TreeNode) -> bool:
+        """Return whether a node has not changed since it was offered, in either order."""
+        return node.updated == entry[1] and abs(self.ranks[node.id]) == abs(entry[0])
+
+    def _first(
+        self, heaps: dict[_Bucket, list[_Entry]], bucket: _Bucket, nodes: Sequence[TreeNode | None]
+    ) -> TreeNode | None:
+        heap = heaps[bucket]
         while heap:
             if (node := self._keep(heap[0], nodes)) is not None:
                 if node.id not in self.protected:
@@ -278,7 +321,7 @@ class TierState:
                 self._put_aside(node)
             heappop(heap)
             self.num_entries -= 1
-        del self._heaps[bucket]
+        del heaps[bucket]
         return None
 
     def _put_aside(self, node: TreeNode) -> None:
@@ -302,7 +345,7 @@ class TierState:
                 continue
             self._refresh_rank(node)
             score = self.score(node, num_requests)
-            if best is None or score < best_score:
+            if best is None or (score, node.updated) < (best_score, best.updated):
                 best, best_score = node, score
         return best
 
@@ -319,6 +362,6 @@ class TierState:
     def _keep(self, entry: _Entry, nodes: Sequence[TreeNode | None]) -> TreeNode | None:
         """Return the node of a valid entry; mark another's node to be offered again."""
         node = self._node_of(entry, nodes)
-        if node is None and (now := nodes[entry[2]]) is not None and entry[:2] == (self.ranks[now.id], now.updated):
+        if node is None and (now := nodes[entry[2]]) is not None and self._is_current(entry, now):
             self._is_offered[now.id] = 0
         return node

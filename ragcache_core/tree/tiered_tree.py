@@ -391,6 +391,7 @@ class TieredTree(PrefixTree):
             state.num_nodes += 1
             if node.parent is not None:
                 state.num_resident_children[node.parent.id] += 1
+                state.withdraw(node.parent)
             if node.stored_s is None:
                 node.stored_s = self.now_s
             self._on_arrived(node)

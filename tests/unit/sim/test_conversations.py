@@ -96,6 +96,15 @@ def test_histories_are_kept_below_the_gpu_and_single_turns_leave_nothing_there(
     assert None not in stored, "documents alone"
 
 
+def test_of_more_conversations_than_fit_some_stay_for_good() -> None:
+    """Up to 40 conversations take turns, and the GPU holds a third of their histories at the end."""
+    mixture, lru = (
+        sum(cached for cached, _ in serve(talk(40, 40), policy=policy, gpu_tokens=20_000, host_tokens=0)[0])
+        for policy in ("mixture", "lru")
+    )
+    assert mixture > 3 * lru
+
+
 def test_single_turns_hit_as_much_as_without_conversation_detection(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

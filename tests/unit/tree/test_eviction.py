@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import pytest
 
-from ragcache_core.policy import POLICIES, LRUPolicy, MixturePolicy, make_policy
+from ragcache_core.policy import POLICIES, LRUPolicy, MixturePolicy, ReplacementPolicy, make_policy
 from ragcache_core.tree import KnowledgeTree, PathSegment, TreeNode, check_invariants, total_size
 from ragcache_core.types import Tier
 from tests.unit.tree.scene import cache, new_tree, prompt, units_in
@@ -133,11 +133,13 @@ def test_a_unit_that_counts_for_several_makes_room_for_as_many_and_no_more_go_th
     check_invariants(tree)
 
 
-def test_entries_do_not_pile_up_where_nothing_is_ever_evicted() -> None:
-    tree = KnowledgeTree(LRUPolicy())
+@pytest.mark.parametrize("policy", [LRUPolicy, MixturePolicy])
+@pytest.mark.parametrize("turn", [0, 2])
+def test_entries_do_not_pile_up_where_nothing_is_ever_evicted(policy: type[ReplacementPolicy], turn: int) -> None:
+    tree = KnowledgeTree(policy())
     for i in range(20_000):
         path = tree.insert(prompt(f"d{i % 50}"))
-        tree.record_access(path, num_hit_units=2, cost_per_token_s=0.0)
+        tree.record_access(path, num_hit_units=2, cost_per_token_s=0.0, turn=turn)
         for node in path:
             tree.add(node, node.full_mask, Tier.GPU)
     check_invariants(tree)
