@@ -12,11 +12,13 @@ from typing import Any
 
 import psutil
 
+from benchmarks.token_client import TokenAnswer
 from ragcache_core.bench.prompts import TokenRequest
 from ragcache_core.client import Engine
 from ragcache_core.client.launch.settings import VLLMOffload
 from ragcache_core.config import CacheConfig
 from ragcache_core.prompt import PromptTokenizer
+from ragcache_core.stats import RequestStats
 from ragcache_core.types import PromptSegment, SegmentKind
 from ragcache_core.wire import encode_kv_transfer_params, tile
 
@@ -109,6 +111,11 @@ def has_gpu() -> bool:
     import torch
 
     return bool(torch.cuda.is_available())
+
+
+def cached_share(answers: Sequence[TokenAnswer | RequestStats]) -> float:
+    """Return the share of all prompt tokens that did not have to be computed."""
+    return sum(a.num_cached_tokens for a in answers) / sum(a.num_prompt_tokens for a in answers)
 
 
 def block_bytes(model: str, dtype: str = "float32") -> int:

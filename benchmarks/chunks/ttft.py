@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from statistics import fmean, median
 from typing import Any
 
-from benchmarks.engines import BLOCK_SIZE, launch
+from benchmarks.engines import BLOCK_SIZE, cached_share, launch
 from benchmarks.report import BenchmarkPlan, Figure, Part, percentiles_ms
 from benchmarks.token_client import TokenAnswer, TokenClient
 from ragcache_core.bench.prompts import TracedPrompts, scaled
@@ -99,7 +99,11 @@ def measure_ttft(plan: BenchmarkPlan, load: TtftLoad = TtftLoad()) -> Part:
         Figure("ttft_ratio", round(ratio, 3), 1.0, p50, p99, note),
         Figure("ttft_chunks_ms", round(1000 * fmean(chunk_s), 1), round(1000 * fmean(prefix_s), 1), p50, p99),
         Figure("ttft_prompt_tokens", round(num_tokens, 1), note=f"mean of the documents, scale {load.scale:g}"),
-        Figure("ttft_prefix_cached", round(_cached(pairs), 4), note="share of prompt tokens in the prefix cache"),
+        Figure(
+            "ttft_prefix_cached",
+            round(cached_share([plain for plain, _ in pairs]), 4),
+            note="share of prompt tokens in the prefix cache",
+        ),
     )
     details = {
         "prefix_s": prefix_s,
@@ -142,7 +146,3 @@ def _ask_both(
         second = clients[1].ask(request)
         return clients[0].ask(request, is_plain=True), second
     return clients[0].ask(request, is_plain=True), clients[1].ask(request)
-
-
-def _cached(pairs: list[tuple[TokenAnswer, TokenAnswer]]) -> float:
-    return sum(plain.num_cached_tokens for plain, _ in pairs) / sum(plain.num_prompt_tokens for plain, _ in pairs)

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.engines import BLOCK_SIZE, TokenTexts, block_bytes, launch
+from benchmarks.engines import BLOCK_SIZE, TokenTexts, block_bytes, cached_share, launch
 from benchmarks.report import BenchmarkPlan, Figure, Part, percentiles_ms
 from benchmarks.token_client import TokenAnswer, TokenClient
 from ragcache_core.bench.prompts import TokenRequest
@@ -89,9 +89,8 @@ def _serve(plan: BenchmarkPlan, engine: Engine, seed: int, gaps_s: Sequence[floa
     client.ask_all(requests[: _num_warm_up(plan)], in_flight=_MAX_SEQS)
     answers = _open_loop(client, requests[_num_warm_up(plan) :], gaps_s)
     stats = engine.stats()
-    cached = sum(a.num_cached_tokens for a in answers) / sum(a.num_prompt_tokens for a in answers)
     ttft_s = tuple(_known(a.ttft_s) for a in answers)
-    return QueueRun(ttft_s, stats.num_reordered_requests, stats.max_overtaken, cached)
+    return QueueRun(ttft_s, stats.num_reordered_requests, stats.max_overtaken, cached_share(answers))
 
 
 def _open_loop(client: TokenClient, requests: Sequence[TokenRequest], gaps_s: Sequence[float]) -> list[TokenAnswer]:

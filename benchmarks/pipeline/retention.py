@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from statistics import fmean, median
 from typing import Any
 
-from benchmarks.engines import BLOCK_SIZE, block_bytes, launch
+from benchmarks.engines import BLOCK_SIZE, block_bytes, cached_share, launch
 from benchmarks.report import BenchmarkPlan, Figure, Part, percentiles_ms
 from benchmarks.searches import DocumentTexts
 from ragcache_core.client import Engine, Generation
@@ -151,5 +151,4 @@ def _mean_ms(answers: Sequence[Generation]) -> float:
 
 
 def _share(answers: Sequence[Generation]) -> float:
-    num_prompt = sum(answer.stats.num_prompt_tokens for answer in answers)
-    return round(sum(answer.stats.num_cached_tokens for answer in answers) / num_prompt, 4)
+    return round(cached_share([answer.stats for answer in answers]), 4)

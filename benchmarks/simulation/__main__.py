@@ -20,7 +20,7 @@ from benchmarks.papers.ratios import DEFAULT_POLICY, Ratio, Summary
 from benchmarks.report import BenchmarkPlan, Figure, Goal, Part
 from benchmarks.simulated import simulate_runs
 from benchmarks.simulated.laboratory import LabOptions
-from benchmarks.simulation import rivals
+from benchmarks.simulation import decisions, rivals
 from benchmarks.simulation.batch import measure_batches
 from ragcache_core.sim.options import BELADY
 from ragcache_core.sim.sweep import plan as plan_runs
@@ -45,6 +45,7 @@ GOALS: dict[str, Goal] = {
     "load_ttft_ratio": Goal("<=", 0.5),
     "load_p99_ratio": Goal("<=", 1.0),
     **rivals.goals(),
+    **decisions.GOALS,
 }
 
 _FIRST_SEED = 101  # on seeds below this one policies were chosen and tuned
@@ -287,6 +288,7 @@ PARTS: dict[str, Callable[[BenchmarkPlan], Part]] = {
     "policies": rivals.measure_policies,
     "histories": rivals.measure_histories,
     "imported": rivals.measure_imported,
+    "decisions": decisions.measure_decisions,
 }
 
 main = benchmark(

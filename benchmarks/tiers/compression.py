@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-from benchmarks.engines import BLOCK_SIZE, TokenTexts, block_bytes, launch
+from benchmarks.engines import BLOCK_SIZE, TokenTexts, block_bytes, cached_share, launch
 from benchmarks.report import BenchmarkPlan, Figure, Part, percentiles_ms
-from benchmarks.tiers.hit_share import WORKLOAD, cached_share, document_requests
+from benchmarks.tiers.hit_share import WORKLOAD, document_requests
 from benchmarks.token_client import TokenAnswer, TokenClient
 from ragcache_core.config import CacheConfig, CompressionName
 from ragcache_core.sim.traces.workload import document_tokens

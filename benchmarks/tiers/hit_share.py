@@ -7,12 +7,11 @@ flight at any time; a warm-up of as many requests as are counted goes before.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from benchmarks.engines import BLOCK_SIZE, TokenTexts, block_bytes, launch
+from benchmarks.engines import BLOCK_SIZE, TokenTexts, block_bytes, cached_share, launch
 from benchmarks.report import BenchmarkPlan, Figure, Part, percentiles_ms
 from benchmarks.token_client import TokenAnswer, TokenClient
 from ragcache_core.bench.prompts import TokenRequest
@@ -34,11 +33,6 @@ def document_requests(texts: TokenTexts, workload: Workload, seed: int, count: i
         texts.request([(d, num_tokens[d]) for d in documents], f"Number {seed}-{i}: who founded it?")
         for i, documents in enumerate(draw_retrievals(workload, count, seed).docs.tolist())
     ]
-
-
-def cached_share(answers: Sequence[TokenAnswer]) -> float:
-    """Return the share of all prompt tokens that did not have to be computed."""
-    return sum(a.num_cached_tokens for a in answers) / sum(a.num_prompt_tokens for a in answers)
 
 
 def measure_share(plan: BenchmarkPlan) -> Part:

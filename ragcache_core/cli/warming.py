@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
 
@@ -24,7 +22,7 @@ if TYPE_CHECKING:
     from ragcache_core.retrieval import DocumentStore
     from ragcache_core.retrieval.reader import StoreReader
     from ragcache_core.sim.options import SimulationOptions
-    from ragcache_core.sim.traces.trace import Trace
+    from ragcache_core.sim.traces.trace import Trace, TracedRequest
     from ragcache_core.sim.warming import Forecast, WarmPath
     from ragcache_core.stats import EngineStats
 
@@ -33,23 +31,22 @@ _MAX_SAMPLED_DOCUMENTS: Final = 2_000
 """Number of evenly spaced documents used as queries: a search takes about a millisecond."""
 _QUESTION_CHARS: Final = 200
 
-_Progress = Callable[[int], object]
 
-
-def retrieved_for(store: StoreReader, questions: Iterable[str], k: int, progress: _Progress) -> list[tuple[DocId, ...]]:
-    """Return the documents that the store's search finds for each question; ``progress`` is called for each.
+def retrieved_for(store: StoreReader, questions: Sequence[str], k: int) -> list[tuple[DocId, ...]]:
+    """Return the documents that the store's search finds for each question.
 
     Raises:
         SearchError, EmptyStoreError
     """
     found = []
-    for question in questions:
-        found.append(tuple(document.doc_id for document in store.search(question, k).documents))
-        progress(1)
+    with counting_requests("searching", len(questions)) as progress:
+        for question in questions:
+            found.append(tuple(document.doc_id for document in store.search(question, k).documents))
+            progress(1)
     return found
 
 
-def retrieved_by_popularity(store: StoreReader, k: int, progress: _Progress) -> list[tuple[DocId, ...]]:
+def retrieved_by_popularity(store: StoreReader, k: int) -> list[tuple[DocId, ...]]:
     """Return the documents found for the beginning of each stored document, without itself.
 
     It stands in for unknown questions: a document similar to many others is found often.
@@ -61,25 +58,24 @@ def retrieved_by_popularity(store: StoreReader, k: int, progress: _Progress) -> 
     if not ids:
         raise EmptyStoreError(f"{store.path} is empty: index documents before they are warmed")
     found = []
-    for document in store.get(ids[:: -(-len(ids) // _MAX_SAMPLED_DOCUMENTS)]):
-        near = store.search(_beginning(document), k + 1).documents
-        others = tuple(other.doc_id for other in near if other.doc_id != document.doc_id)
-        found.append(others[:k] or (document.doc_id,))
-        progress(1)
+    sampled = ids[:: -(-len(ids) // _MAX_SAMPLED_DOCUMENTS)]
+    with counting_requests("searching", len(sampled)) as progress:
+        for document in store.get(sampled):
+            near = store.search(_beginning(document), k + 1).documents
+            others = tuple(other.doc_id for other in near if other.doc_id != document.doc_id)
+            found.append(others[:k] or (document.doc_id,))
+            progress(1)
     return found
 
 
-def num_popularity_searches(store: StoreReader) -> int:
-    """Return the number of searches of :func:`retrieved_by_popularity`."""
-    return -(-len(store) // -(-len(store) // _MAX_SAMPLED_DOCUMENTS)) if len(store) else 0
-
-
-def most_retrieved(found: Iterable[tuple[DocId, ...]], num_documents: int) -> list[tuple[DocId, ...]]:
-    """Return each result up to the first document that is not among the ``num_documents`` most found."""
-    found = list(found)
-    counts = Counter(doc_id for ids in found for doc_id in ids)
+def most_retrieved(requests: Iterable[TracedRequest], num_documents: int) -> list[TracedRequest]:
+    """Return each request up to its first document that is not among the ``num_documents`` most found."""
+    requests = list(requests)
+    counts = Counter(doc_id for request in requests for doc_id in request.doc_ids)
     top = {doc_id for doc_id, _ in counts.most_common(num_documents)}
-    return [up_to_unknown(ids, top.__contains__) for ids in found]
+    lengths = [len(up_to_unknown(request.doc_ids, top.__contains__)) for request in requests]
+    pairs = zip(requests, lengths, strict=True)
+    return [replace(each, doc_ids=each.doc_ids[:num], doc_tokens=each.doc_tokens[:num]) for each, num in pairs]
 
 
 def up_to_unknown(ids: tuple[DocId, ...], is_known: Callable[[DocId], bool]) -> tuple[DocId, ...]:
@@ -162,7 +158,9 @@ def check_expectation(settings: Mapping[str, Any]) -> None:
 class Expected:
     """Expected retrievals: times, documents in prompt order, and question lengths.
 
-    ``source`` says where that is known from, ``num_unknown`` how many documents of it the store has not.
+    ``source`` says where that is known from, ``num_unknown`` how many documents of it the store has not. Each of
+    ``alone`` is picked as a prefix of its own as well, though no retrieval is known. With ``top`` only prefixes of that
+    many documents are picked, those found most often.
     """
 
     source: str
@@ -170,6 +168,8 @@ class Expected:
     documents: Sequence[tuple[DocId, ...]]
     questions: Sequence[str | int]
     num_unknown: int = 0
+    alone: Sequence[DocId] = ()
+    top: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +182,7 @@ class WarmingPlan:
         num_tokens: of the paths.
         budget_tokens: the limit of ``num_tokens``.
         bytes_per_token: of KV.
-        forecasts: by the number of prefilled tokens, for parts of the budget; the last is for all paths.
+        forecasts: for parts of the budget, the last for all; none if there are too few requests.
         cost_model: the name of the prefill's costs.
     """
 
@@ -191,13 +191,13 @@ class WarmingPlan:
     num_tokens: int
     budget_tokens: int
     bytes_per_token: float
-    forecasts: Sequence[tuple[int, Forecast]]
+    forecasts: Sequence[Forecast]
     cost_model: str
 
     @property
-    def forecast(self) -> Forecast:
-        """The forecast for all paths."""
-        return self.forecasts[-1][1]
+    def forecast(self) -> Forecast | None:
+        """The forecast for the whole budget."""
+        return self.forecasts[-1] if self.forecasts else None
 
 
 # What is expected
@@ -226,37 +226,23 @@ def expected_of(
         from ragcache_core.sim.traces.log_import import read_questions
 
         timed_questions = read_questions(from_log)
-        with counting_requests("searching", len(timed_questions)) as progress:
-            documents = retrieved_for(store, (text for _, text in timed_questions), num_wanted, progress)
         times_s, questions = zip(*timed_questions, strict=True)
+        documents = retrieved_for(store, questions, num_wanted)
         found = Expected(f"{len(timed_questions):,} questions of {from_log.name}", times_s, documents, questions)
     else:
-        with counting_requests("searching", num_popularity_searches(store)) as progress:
-            documents = retrieved_by_popularity(store, num_wanted, progress)
-        if top is not None:
-            documents = most_retrieved(documents, top)
+        documents = retrieved_by_popularity(store, num_wanted)
+        documents = [*documents[::2], *documents[1::2]]  # a forecast's halves are both of the whole corpus
         num = len(documents)
         source = "similarity between stored documents" + (f", limited to the {top:,} found most often" if top else "")
-        found = Expected(source, [_APART_S * i for i in range(num)], documents, [_QUESTION_TOKENS] * num)
+        found = Expected(source, [_APART_S * i for i in range(num)], documents, [_QUESTION_TOKENS] * num, top=top)
     shown = [tuple(ids[i] for i in arrange(ids, order, None)) for ids in found.documents]
-    return Expected(found.source, found.times_s, shown, found.questions, found.num_unknown)
+    return replace(found, documents=shown)
 
 
 def read_expected(store: DocumentStore, settings: Mapping[str, Any]) -> Expected:
     """Return what the options of :func:`expectation_options` say; see :func:`expected_of`."""
     names = ("from_log", "trace", "top", "k", "document_order")
     return expected_of(store, *(settings[name] for name in names))
-
-
-def with_each_alone(expected: Expected, doc_ids: Sequence[DocId]) -> Expected:
-    """Return ``expected``, and after it one request for each document alone, so that no document counts for nothing."""
-    num, last_s = len(doc_ids), max(expected.times_s, default=0.0)
-    return replace(
-        expected,
-        times_s=[*expected.times_s, *(last_s + _APART_S * (i + 1) for i in range(num))],
-        documents=[*expected.documents, *((doc_id,) for doc_id in doc_ids)],
-        questions=[*expected.questions, *[_QUESTION_TOKENS] * num],
-    )
 
 
 def _expected_of_trace(store: DocumentStore, path: Path) -> Expected:
@@ -323,7 +309,7 @@ def plan_of(
     from ragcache_core.client.profiling import tier_sizes
     from ragcache_core.sim.testbeds import load_testbed
     from ragcache_core.sim.traces.trace import Trace, TracedRequest
-    from ragcache_core.sim.warming import NUM_FIRST, forecast, pick_paths
+    from ragcache_core.sim.warming import LEAST_REQUESTS, NUM_FIRST, forecast_later, pick_paths
     from ragcache_core.types import SegmentKind
 
     testbed = load_testbed(cost_model)
@@ -342,7 +328,7 @@ def plan_of(
         )
     bound = engine.bind_prompt(layout)
     tokenizer = engine.tokenizer
-    wanted = sorted({doc_id for ids in expected.documents for doc_id in ids})
+    wanted = sorted({doc_id for ids in expected.documents for doc_id in ids}.union(expected.alone))
     documents = dict(zip(wanted, store.get(wanted), strict=True))
     with counting_requests("tokenising", len(documents)) as progress:
         lengths: dict[DocId, int] = {}
@@ -356,7 +342,13 @@ def plan_of(
         TracedRequest(time_s, ids, tuple(lengths[i] for i in ids), _question_tokens(question), 1)
         for time_s, ids, question in zip(expected.times_s, expected.documents, expected.questions, strict=True)
     )
-    paths = pick_paths(trace, budget_tokens, testbed.cost, system_tokens=system_tokens, anywhere=chunks is not None)
+    alone = [TracedRequest(expected.times_s[-1], (i,), (lengths[i],), _QUESTION_TOKENS, 1) for i in expected.alone]
+
+    def pick(asked: Trace) -> list[WarmPath]:
+        known = Trace.from_requests([*(most_retrieved(asked, expected.top) if expected.top else asked), *alone])
+        return pick_paths(known, budget_tokens, testbed.cost, system_tokens=system_tokens, anywhere=chunks is not None)
+
+    paths = pick(trace)
     if not paths:
         least = system_tokens + min(lengths.values(), default=0)
         raise ConfigError(
@@ -365,14 +357,11 @@ def plan_of(
         )
     below_tokens = sizes.tokens.get("disk", 0) + (budget_tokens if is_unlimited else sizes.tokens.get("shared", 0))
     options = _simulated(stats, {**sizes.tokens, "disk": below_tokens}, system_tokens, cost_model)
-    ends = list(accumulate((path.doc_tokens[-1] for path in paths), initial=system_tokens))[1:]
-    forecasts = []
-    with counting_requests("simulating", num_forecasts * 2 * min(len(trace), NUM_FIRST)) as progress:
-        for halvings in reversed(range(num_forecasts)):
-            num_paths = bisect_right(ends, ends[-1] >> halvings)
-            num_tokens = ends[num_paths - 1] if num_paths else 0
-            forecasts.append((num_tokens, forecast(trace, options, paths[:num_paths], progress=progress)))
-    return WarmingPlan(documents, paths, ends[-1], budget_tokens, sizes.bytes_per_token, forecasts, testbed.name)
+    num_later = len(trace) - len(trace) // 2 if len(trace) >= LEAST_REQUESTS else 0
+    with counting_requests("simulating", num_forecasts * 2 * min(num_later, NUM_FIRST)) as progress:
+        forecasts = forecast_later(trace, options, pick, num_parts=num_forecasts, progress=progress)
+    num_tokens = system_tokens + sum(path.doc_tokens[-1] for path in paths)
+    return WarmingPlan(documents, paths, num_tokens, budget_tokens, sizes.bytes_per_token, forecasts, testbed.name)
 
 
 def _question_tokens(question: str | int) -> int:
@@ -464,19 +453,27 @@ def _so_far(receipt: WarmingReceipt, plan: WarmingPlan) -> str:
 
 def lines_of(plan: WarmingPlan, expected: Expected) -> list[str]:
     """Return a plan as text."""
-    cold, warmed = plan.forecast.cold, plan.forecast.warm
     num_documents = len({path.doc_ids[-1] for path in plan.paths})
     lines = [
         f"picked {len(plan.paths):,} paths of {num_documents:,} documents by {expected.source}: {plan.num_tokens:,} "
         f"tokens, {size_text(plan.num_tokens * plan.bytes_per_token)} of "
         f"{size_text(plan.budget_tokens * plan.bytes_per_token)}",
-        f"forecast for the first {plan.forecast.num_requests:,} requests: {warmed.cached_share:.0%} of their prompts "
-        f"cached instead of {cold.cached_share:.0%}, mean TTFT {warmed.mean_ttft_s:.3f} s instead of "
-        f"{cold.mean_ttft_s:.3f} s (costs of {plan.cost_model})",
+        _forecast_line(plan, len(expected.documents)),
     ]
     if expected.num_unknown:
         lines.append(f"{expected.num_unknown:,} documents are not in the store: documents after them are left out")
     return lines
+
+
+def _forecast_line(plan: WarmingPlan, num_requests: int) -> str:
+    if plan.forecast is None:
+        return f"no forecast: {num_requests} requests are too few to pick from the first half and replay the second"
+    cold, warmed = plan.forecast.cold, plan.forecast.warm
+    return (
+        f"forecast, picked from {num_requests // 2:,} requests, for the next {plan.forecast.num_requests:,}: "
+        f"{warmed.cached_share:.0%} of their prompts cached instead of {cold.cached_share:.0%}, mean TTFT "
+        f"{warmed.mean_ttft_s:.3f} s instead of {cold.mean_ttft_s:.3f} s (costs of {plan.cost_model})"
+    )
 
 
 def receipt_line(receipt: WarmingReceipt, plan: WarmingPlan) -> str:
@@ -493,12 +490,13 @@ def plan_to_dict(plan: WarmingPlan, expected: Expected) -> dict[str, object]:
     """Return plain JSON data."""
     return {
         "source": expected.source,
+        "num_requests": len(expected.documents),
         "num_unknown": expected.num_unknown,
         "budget_bytes": round(plan.budget_tokens * plan.bytes_per_token),
         "num_bytes": round(plan.num_tokens * plan.bytes_per_token),
         "num_tokens": plan.num_tokens,
         "cost_model": plan.cost_model,
-        "forecast": plan.forecast.to_dict(),
+        "forecast": None if plan.forecast is None else plan.forecast.to_dict(),
         "paths": [path.to_dict() for path in plan.paths],
     }
 

@@ -90,7 +90,7 @@ class ReplacementPolicy(ABC):
 
     @property
     def rank_ages(self) -> Sequence[int]:
-        """Requests since a node's last access at which it is ranked again, as ranks do not fall alike.
+        """Requests since a node's last access at which it is ranked again, as ranks fall at different rates.
 
         Empty always or never.
         """

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import accumulate
 
 from ragcache_core.errors import ConfigError
 from ragcache_core.policy import PrefillCost, make_policy
@@ -16,6 +18,8 @@ from ragcache_core.wire import MAX_EXPECTED_USES
 
 NUM_FIRST = 500
 """Requests after a start whose TTFT is forecast."""
+LEAST_REQUESTS = 20
+"""A forecast needs as many: each half of fewer has less than ten."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,9 +115,10 @@ class StartForecast:
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """The first ``num_requests`` of a trace on an empty engine, and on a warmed one."""
+    """The first ``num_requests`` of a trace on an empty engine, and on one that is warmed with ``num_tokens``."""
 
     num_requests: int
+    num_tokens: int
     cold: StartForecast
     warm: StartForecast
 
@@ -122,10 +127,49 @@ class Forecast:
         return asdict(self)
 
 
+def forecast_later(
+    trace: Trace,
+    options: SimulationOptions,
+    pick: Callable[[Trace], Sequence[WarmPath]],
+    *,
+    num_parts: int = 1,
+    progress: Callable[[int], object] | None = None,
+) -> list[Forecast]:
+    """Return the effect on the second half of ``trace`` of the paths that are picked from the first half.
+
+    Paths fit the requests that they were picked from better than any later ones, so no request counts for both.
+
+    Args:
+        trace: requests as they are expected.
+        options: as for :func:`forecast`.
+        pick: returns the paths for requests like those of a trace, the best first.
+        num_parts: how many forecasts, each for half of the tokens of the next; the last is for all paths.
+        progress: as for :func:`forecast`, for ``num_parts`` of them.
+
+    Returns:
+        One for each part, the smallest first; none for a trace of less than ``LEAST_REQUESTS``.
+
+    Raises:
+        ConfigError: as for :func:`forecast`.
+    """
+    if len(trace) < LEAST_REQUESTS:
+        return []
+    requests = list(trace)[(half := len(trace) // 2) :]
+    since_s = requests[0].arrival_s
+    later = Trace.from_requests(replace(request, arrival_s=request.arrival_s - since_s) for request in requests)
+    paths = pick(trace.head(half))
+    ends = list(accumulate((path.doc_tokens[-1] for path in paths), initial=options.system_tokens))[1:]
+    forecasts = []
+    for halvings in reversed(range(num_parts)):
+        num_paths = bisect_right(ends, ends[-1] >> halvings) if ends else 0
+        forecasts.append(forecast(later, options, paths[:num_paths], progress=progress))
+    return forecasts
+
+
 def forecast(
     trace: Trace,
     options: SimulationOptions,
-    paths: Iterable[WarmPath],
+    paths: Sequence[WarmPath],
     *,
     progress: Callable[[int], object] | None = None,
 ) -> Forecast:
@@ -158,7 +202,8 @@ def forecast(
         num_cached += result.summary.chunk_reused_tokens
         return StartForecast(result.summary.mean_ttft_s, num_cached / max(num_tokens, 1))
 
-    return Forecast(len(first), start([]), start(warmed))
+    num_warmed = sum(path.doc_tokens[-1] for path in paths) + (options.system_tokens if paths else 0)
+    return Forecast(len(first), num_warmed, start([]), start(warmed))
 
 
 def _num_tokens(request: TracedRequest) -> int:

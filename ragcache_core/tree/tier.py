@@ -269,10 +269,18 @@ class TierState:
 
     def is_candidate(self, node: TreeNode) -> bool:
         """Return whether :meth:`candidate` can return this node; O(entries)."""
-        if node.id in self._aside:
+        if not self.is_evictable(node) or node.id in self._aside:
             return self.is_evictable(node)
-        entries = self._entries()
-        return any(self._node_of(entry, {node.id: node}) is node for entry in entries if entry[2] == node.id)
+        return any(self._keep(entry, {node.id: node}) is node for entry in self._entries() if entry[2] == node.id)
+
+    def is_before(self, node: TreeNode, place: tuple[float, int], num_requests: int) -> bool:
+        """Return whether a node is a candidate, and evicted before one with this score and last update."""
+        return (
+            self._is_offered[node.id] == _RANKED
+            and node.id not in self.protected
+            and self.is_evictable(node)
+            and (self.score(node, num_requests), node.updated) < place
+        )
 
     def rank_again(self, node: TreeNode) -> None:
         """Update the rank of an aged candidate."""
@@ -301,14 +309,6 @@ class TierState:
             if mask >> unit or state.num_resident_children[node.id]:
                 return True
         return False
-
-    def _node_of(self, entry: _Entry, nodes: Sequence[TreeNode | None] | dict[int, TreeNode]) -> TreeNode | None:
-        node = nodes[entry[2]]
-        return node if node is not None and self._is_current(entry, node) and self.is_evictable(node) else None
-
-    def _is_current(self, entry: _Entry, node: TreeNode) -> bool:
-        """Return whether a node has not changed since it was offered, in either order."""
-        return node.updated == entry[1] and abs(self.ranks[node.id]) == abs(entry[0])
 
     def _first(
         self, heaps: dict[_Bucket, list[_Entry]], bucket: _Bucket, nodes: Sequence[TreeNode | None]
@@ -359,9 +359,16 @@ class TierState:
         rank = self.ranks[node.id]
         return rank if node.is_transient else self.policy.score(node, rank, num_requests)
 
-    def _keep(self, entry: _Entry, nodes: Sequence[TreeNode | None]) -> TreeNode | None:
-        """Return the node of a valid entry; mark another's node to be offered again."""
-        node = self._node_of(entry, nodes)
-        if node is None and (now := nodes[entry[2]]) is not None and self._is_current(entry, now):
-            self._is_offered[now.id] = 0
-        return node
+    def _keep(self, entry: _Entry, nodes: Sequence[TreeNode | None] | Mapping[int, TreeNode]) -> TreeNode | None:
+        """Return the node of a valid entry; mark a node that cannot be evicted now to be offered again.
+
+        An entry is valid if its node has not changed since, in either order of ranks.
+        """
+        rank, updated, node_id = entry
+        node = nodes[node_id]
+        if node is None or node.updated != updated or abs(self.ranks[node_id]) != abs(rank):
+            return None
+        if self.is_evictable(node):
+            return node
+        self._is_offered[node_id] = 0
+        return None

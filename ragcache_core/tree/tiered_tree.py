@@ -444,17 +444,28 @@ class TieredTree(PrefixTree):
         """Evict up to ``num_units`` units; ``stored_s`` gets each node's former age, for undoing."""
         held = self._shield(protected, state)
         evicted: list[EvictedRun] = []
+        above: TreeNode | None = None
         while num_units > 0:
-            victim = self._next_victim(state, num_units, for_owner, is_own_alone=is_own_alone)
+            if above is None:
+                victim = self._next_victim(state, num_units, for_owner, is_own_alone=is_own_alone)
+            else:
+                victim = _Victim(above, num_units, False)
             if victim is None:
                 break
-            if not (victim.is_forced or state.score(victim.node, self.num_requests) < below):
+            score = state.score(victim.node, self.num_requests)
+            if not (victim.is_forced or score < below):
                 break
             if stored_s is not None:
                 stored_s.setdefault(victim.node, victim.node.stored_s)
+            parent = victim.node.parent
             tail = self._evict_tail(victim.node, victim.num_units, state, size_of)
             evicted += tail
             num_units -= total_size(tail, size_of)
+            above = None
+            place = score, victim.node.updated
+            is_gone = not state.resident[victim.node.id] and not state.shares
+            if is_gone and parent is not None and state.is_before(parent, place, self.num_requests):
+                above = parent  # then it is the lowest of all, as its child was: most often, of the same history
         self._unshield(held, state)
         return evicted
 

@@ -35,7 +35,6 @@ from ragcache_core.cli.warming import (
     read_expected,
     size_text,
     warm_engine,
-    with_each_alone,
 )
 from ragcache_core.errors import ConfigError, EngineError
 
@@ -124,9 +123,9 @@ def compile_(
 
     The prefixes (documents in prompt order) with the largest savings within the budget are picked, from questions, from
     a trace, or by the similarity between stored documents. Documents in none of them follow, each as a prefix of its
-    own. A simulation forecasts the hits of these tokens, and of half, a quarter and an eighth of them. An engine
-    starts, prefills, and ends. Engines that start later with the same model and the same --shared load the KV instead
-    of computing it.
+    own. A simulation forecasts hits: it picks from the first half of the requests alone, replays the second half, and
+    repeats that for half, a quarter and an eighth of the tokens. An engine starts, prefills, and ends. Engines that
+    start later with the same model and the same --shared load the KV instead of computing it.
 
     Run it again after an interruption, or after 'ragcache index --update': KV that is there is loaded, not computed.
     KV of a changed document is never found. Exit status 0 means that all picked documents are stored, but those that
@@ -150,7 +149,7 @@ def compile_(
     if (why := check_reachable(cache.shared, is_limited=cache.shared_bytes is not None, is_written=True)) is not None:
         raise ConfigError(f"--shared {cache.shared} takes no KV ({why})")
     with open_store(store, expectation["embedder"], read_only=True) as documents:
-        expected = with_each_alone(read_expected(documents, expectation), documents.ids())
+        expected = replace(read_expected(documents, expectation), alone=documents.ids())
         with (
             Engine.launch(
                 model,
@@ -166,11 +165,12 @@ def compile_(
                 engine, documents, expected, layout, budget, expectation["cost_model"], num_forecasts=_NUM_FORECASTS
             )
             facts = {"model": model, "store": str(store), "shared": cache.shared, **plan_to_dict(plan, expected)}
-            facts["forecasts"] = [
-                {"num_tokens": num_tokens, **forecast.to_dict()} for num_tokens, forecast in plan.forecasts
-            ]
+            facts["forecasts"] = [forecast.to_dict() for forecast in plan.forecasts]
+            num_out = len(set(expected.alone) - {path.doc_ids[-1] for path in plan.paths})
+            facts["num_left_out_documents"] = num_out
             if not as_json:
-                click.echo("\n".join([*lines_of(plan, expected), *_forecast_lines(plan)]))
+                left_out = f"{num_out:,} of {len(expected.alone):,} documents do not fit the budget: raise --budget"
+                click.echo("\n".join([*lines_of(plan, expected), *_forecast_lines(plan), *[left_out] * bool(num_out)]))
             if not dry_run:
                 facts |= _compile(engine, _part_of(plan, *part), as_json=as_json)
     write_output(facts, output)
@@ -181,9 +181,9 @@ def compile_(
 def _forecast_lines(plan: WarmingPlan) -> list[str]:
     """Return the forecast hits by budget as a person reads them."""
     return [
-        f"  {size_text(num_tokens * plan.bytes_per_token):>10}: {forecast.warm.cached_share:.0%} of prompts cached, "
-        f"mean TTFT {forecast.warm.mean_ttft_s:.3f} s"
-        for num_tokens, forecast in plan.forecasts
+        f"  {size_text(forecast.num_tokens * plan.bytes_per_token):>10}: {forecast.warm.cached_share:.0%} of prompts "
+        f"cached, mean TTFT {forecast.warm.mean_ttft_s:.3f} s"
+        for forecast in plan.forecasts
     ]
 
 

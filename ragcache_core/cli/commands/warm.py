@@ -87,9 +87,11 @@ def warm(
     """Prefill likely documents of a store on the server at URL, while it is idle.
 
     The prefixes (documents in prompt order) with the largest savings within the budget are picked, from questions, from
-    a trace, or by the distances of documents in the store. A simulation forecasts the gain. Prefixes rank by their
-    expected uses, so that they are not evicted first. Cached prefixes are skipped: run it again after an interruption.
-    Requests of users go first. Exit status 0 means that all is cached: with --wait-ready it may gate a readiness probe.
+    a trace, or by the distances of documents in the store. A simulation forecasts the gain: it picks from the first
+    half of the requests alone, and replays the second half. Prefixes rank by their expected uses, so that they are not
+    evicted first. Cached prefixes are skipped: run it again after an interruption. Requests of users go first.
+
+    Exit status 0 means that all is cached: with --wait-ready it may gate a readiness probe.
     """
     if report is not None:
         _compare(report, url, api_key, as_json=as_json)
@@ -189,20 +191,15 @@ def _compare(path: Path, url: str, api_key: str | None, *, as_json: bool) -> Non
 
 
 def _compared(
-    forecast: Mapping[str, Any], achieved: Mapping[str, Any], documents: Iterable[Mapping[str, Any]]
+    forecast: Mapping[str, Any] | None, achieved: Mapping[str, Any], documents: Iterable[Mapping[str, Any]]
 ) -> list[str]:
-    warmed, cold = forecast["warm"], forecast["cold"]
-    ttft_s = achieved["mean_ttft_s"]
-    rows = [
-        ("", "requests", "prompts cached", "mean TTFT"),
-        ("forecast, warmed", f"{forecast['num_requests']:,}", f"{warmed['cached_share']:.0%}",
-         f"{warmed['mean_ttft_s']:.3f} s"),
-        ("forecast, cold", f"{forecast['num_requests']:,}", f"{cold['cached_share']:.0%}",
-         f"{cold['mean_ttft_s']:.3f} s"),
-        ("achieved", f"{achieved['num_requests']:,}", f"{achieved['cached_share']:.0%}",
-         "-" if ttft_s is None else f"{ttft_s:.3f} s"),
-    ]  # fmt: skip
-    lines = [f"{name:<18}{requests:>10}{share:>16}{ttft:>12}" for name, requests, share, ttft in rows]
+    rows = [("achieved", achieved["num_requests"], achieved)]
+    if forecast is not None:
+        rows[:0] = [(f"forecast, {name}", forecast["num_requests"], forecast[name]) for name in ("warm", "cold")]
+    lines = [f"{'':<18}{'requests':>10}{'prompts cached':>16}{'mean TTFT':>12}"]
+    for name, num_requests, start in rows:
+        ttft = "-" if start["mean_ttft_s"] is None else f"{start['mean_ttft_s']:.3f} s"
+        lines.append(f"{name:<18}{num_requests:>10,}{start['cached_share']:>16.0%}{ttft:>12}")
     if achieved["has_restarted"]:
         lines.append("the engine has reset its counters since the warming: earlier counts are missing here")
     uses = [
@@ -222,6 +219,6 @@ def _read_report(path: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"--report {path} is not JSON ({error}): {cure}") from error
     match report_data:
-        case {"format": 1, "forecast": dict(), "paths": list(), "counted": dict()}:
+        case {"format": 1, "forecast": dict() | None, "paths": list(), "counted": dict()}:
             return dict(report_data)
     raise ConfigError(f"--report {path} is not the --output of a finished 'ragcache warm': {cure}")

@@ -11,9 +11,11 @@ import pytest
 from examples import (
     changing_documents,
     compiled_corpus,
+    compressed_disk,
     deadline,
     demo,
     document_order,
+    guarded_reuse,
     near_equals,
     speculative_rag,
     vector_database,
@@ -64,10 +66,12 @@ def test_every_example_is_tested() -> None:
         *EXAMPLES,
         "changing_documents",
         "compiled_corpus",
+        "compressed_disk",
         "deadline",
         "document_order",
         "fleet",
         "fleet_ray",
+        "guarded_reuse",
         "near_equals",
         "vector_database",
     }
@@ -100,6 +104,25 @@ def test_a_compiled_corpus_is_loaded_by_the_first_requests(capsys: pytest.Captur
     for row in rows:
         assert row["num_cached_tokens"] >= 0.5 * row["num_prompt_tokens"]
         assert row["num_cached_tokens"] > row["num_gpu_tokens"] + row["num_host_tokens"], "the rest is from the folder"
+
+
+def test_a_compressed_disk_holds_more_and_answers_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+    compressed_disk.main(["--json"])
+    found = json.loads(capsys.readouterr().out)
+    assert found["used_bytes"] <= 24 << 20
+    assert found["num_blocks"] > 1.1 * found["num_uncompressed_blocks"]
+    assert found["num_equal"] == found["num_repeated"] > 40
+    assert found["num_disk_tokens"] > 0
+
+
+def test_documents_are_reused_where_the_bound_on_errors_holds(capsys: pytest.CaptureFixture[str]) -> None:
+    guarded_reuse.main(["--json"])
+    kinds = json.loads(capsys.readouterr().out)
+    assert {row["kind"] for row in kinds} == {"single-hop", "continued"}
+    for row in kinds:
+        assert row["num_answers"] == guarded_reuse.NUM_OF_A_KIND
+        assert 0 < row["num_audits"] <= row["num_approximate"] < row["num_answers"]
+        assert row["num_errors"] <= row["num_differing"] <= guarded_reuse.MAX_ERROR * row["num_answers"]
 
 
 def test_the_demo_answers_at_least_nine_in_ten_and_reports_what_was_cached(

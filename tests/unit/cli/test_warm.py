@@ -82,7 +82,7 @@ def test_paths_of_a_trace_are_prefilled_in_order_with_the_uses_that_are_expected
         (["mel.txt", "zor.txt"], 250),
     ] or sent(server)[2:] == [(["mel.txt", "zor.txt"], 250), (["zor.txt"], 250)]
     assert "picked 4 paths of 3 documents by 4 requests of trace.jsonl" in result.stdout
-    assert "forecast for the first 4 requests" in result.stdout
+    assert "no forecast: 4 requests are too few" in result.stdout
     assert "1 documents are not in the store" in result.stdout
     assert "warmed 4 paths" in result.stdout
 
@@ -159,10 +159,14 @@ def test_ctrl_c_ends_the_request_in_the_engine_and_reports_what_was_done(
     assert until(lambda: server.num_running == 0)
 
 
-def test_the_forecast_is_set_beside_what_was_found_since(
-    server: ScriptedServer, store: Path, trace: Path, tmp_path: Path
+@pytest.mark.parametrize("num_repeats", [1, 8])
+def test_what_was_found_since_is_set_beside_the_forecast_if_there_is_one(
+    server: ScriptedServer, store: Path, trace: Path, tmp_path: Path, num_repeats: int
 ) -> None:
     report = tmp_path / "warmed.json"
+    lines = trace.read_text().splitlines()
+    requests = [{**json.loads(line), "t": i} for i, line in enumerate(lines * num_repeats)]
+    trace.write_text("\n".join(map(json.dumps, requests)))
     assert warm(server, "--store", store, "--trace", trace, "--output", report).exit_code == 0
     assert server.cache is not None
     server.cache = {**server.cache, "num_requests": 200}
@@ -172,10 +176,31 @@ def test_the_forecast_is_set_beside_what_was_found_since(
     told = json.loads(warm(server, "--report", report, "--json").stdout)
     assert told["achieved"]["num_requests"] == 200
     assert told["hottest_documents"] == [{"doc_id": "mel.txt", "expected_uses": 750, "uses": 500, "tiers": ["gpu"]}]
-    assert told["forecast"]["warm"]["cached_share"] > told["forecast"]["cold"]["cached_share"]
     lines = warm(server, "--report", report).stdout.splitlines()
-    assert lines[3].split()[:2] == ["achieved", "200"]
+    _heads, *forecasts, achieved = [line.split() for line in lines if "hottest" not in line and "mel.txt" not in line]
+    assert achieved[:2] == ["achieved", "200"]
     assert lines[-1].split() == ["mel.txt", "750", "500", "gpu"]
+    if num_repeats == 1:
+        assert told["forecast"] is None
+        assert not forecasts
+        return
+    assert told["forecast"]["num_requests"] == 16, "the second half of 32"
+    assert told["forecast"]["warm"]["cached_share"] > told["forecast"]["cold"]["cached_share"]
+    assert [row[:3] for row in forecasts] == [["forecast,", "warm", "16"], ["forecast,", "cold", "16"]]
+
+
+def test_top_limits_what_is_picked_and_not_what_a_forecast_asks(server: ScriptedServer, tmp_path: Path) -> None:
+    with DocumentStore.create(tmp_path / "many.store") as made:
+        made.add(
+            [Document(f"{i}.txt", f"{RIVERS[i % 4]} has bridge {i}, built by {RIVERS[i % 3]}. " * 8) for i in range(24)]
+        )
+    shares = {}
+    for num in (2, 24):
+        told = json.loads(warm(server, "--store", tmp_path / "many.store", "--top", num, "--dry-run", "--json").stdout)
+        assert len({doc_id for path in told["paths"] for doc_id in path["doc_ids"]}) <= num
+        assert told["forecast"]["num_requests"] == 12, "the second half of one for each document"
+        shares[num] = told["forecast"]["warm"]["cached_share"]
+    assert shares[2] < shares[24]
 
 
 def test_an_engine_with_chunk_reuse_is_warmed_by_single_documents(

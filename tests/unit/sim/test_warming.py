@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,7 +14,7 @@ from ragcache_core.sim.options import SimulationOptions
 from ragcache_core.sim.simulator import simulate
 from ragcache_core.sim.traces.trace import Trace, TracedRequest
 from ragcache_core.sim.traces.workload import WORKLOADS, make_trace
-from ragcache_core.sim.warming import forecast, pick_paths
+from ragcache_core.sim.warming import LEAST_REQUESTS, WarmPath, forecast, forecast_later, pick_paths
 
 COST = PrefillCostModel.default()
 
@@ -89,6 +91,38 @@ def test_a_warmed_start_is_forecast_to_be_faster_than_a_cold_one(policy: str, re
     assert found.cold.mean_ttft_s == simulate(trace, options).summary.mean_ttft_s
     assert 1 > found.warm.cached_share > found.cold.cached_share > 0
     assert found.warm.mean_ttft_s < found.cold.mean_ttft_s
+
+
+def test_a_forecast_replays_no_request_that_its_paths_were_picked_from() -> None:
+    options = SimulationOptions(gpu_tokens=4_000, host_tokens=0, system_tokens=32)
+
+    def pick(trace: Trace) -> list[WarmPath]:
+        return pick_paths(trace, 2_000, COST, system_tokens=32)
+
+    others = trace_of(*["ab"] * 20, *["cd"] * 20)
+    (alone,) = forecast_later(others, options, pick)
+    assert alone.num_requests == 20
+    assert alone.num_tokens == 232, "of ab"
+    assert alone.warm.cached_share - alone.cold.cached_share < 0.01, "the system tokens of the first request alone"
+    same = trace_of(*["ab", "cd"] * 20)
+    quarter, half, whole = forecast_later(same, options, pick, num_parts=3)
+    assert [found.num_tokens for found in (quarter, half, whole)] == [0, 132, 432]
+    assert quarter.cold == half.cold == whole.cold == quarter.warm
+    assert quarter.warm.cached_share < half.warm.cached_share < whole.warm.cached_share
+
+
+def test_a_forecast_starts_at_the_first_request_that_it_replays() -> None:
+    trace = make_trace(WORKLOADS["mmlu"], 100, seed=1)
+    options = SimulationOptions(gpu_tokens=60_000, host_tokens=120_000)
+    (found,) = forecast_later(trace, options, lambda earlier: pick_paths(earlier, 40_000, COST))
+    later = [replace(request, arrival_s=request.arrival_s - trace[50].arrival_s) for request in list(trace)[50:]]
+    assert found == forecast(Trace.from_requests(later), options, pick_paths(trace.head(50), 40_000, COST))
+
+
+def test_a_few_requests_give_no_forecast() -> None:
+    few = trace_of(*["ab"] * (LEAST_REQUESTS - 1))
+    options = SimulationOptions(gpu_tokens=4_000, host_tokens=0)
+    assert forecast_later(few, options, lambda trace: pick_paths(trace, 2_000, COST)) == []
 
 
 def test_what_is_too_long_for_the_gpu_is_left_out_of_a_forecast() -> None:
