@@ -1,7 +1,7 @@
 """A compiled corpus: an engine that has just started loads the documents of its first questions.
 
 ``ragcache compile`` prefills the documents of earlier questions into a folder, with an engine of its own, and ends. The
-engine that starts then has empty memory and the same folder. Run it with ``python -m examples.compiled_corpus``.
+engine that starts then has empty memory, and only reads the folder. Run it with ``python -m examples.compiled_corpus``.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     rows = []
     with tempfile.TemporaryDirectory() as folder, open_demo_store() as store:
         shared = compile_corpus(options.model, [each["question"] for each in asked], Path(folder))
-        with open_engine(options, CacheConfig(shared=shared, **SIZES)) as engine:
+        with open_engine(options, CacheConfig(shared=shared, shared_read_only=True, **SIZES)) as engine:
             for each in asked:
                 documents = store.search(each["question"], NUM_DOCUMENTS).documents
                 answer = engine.generate(layout.messages(documents, each["question"]), max_tokens=24)

@@ -299,6 +299,10 @@ class CacheConfig(_Settings):
     """Seconds after which a ``shared`` Redis or Valkey deletes what this engine stored. By default the server's
     ``maxmemory-policy`` decides. Buckets have lifecycle rules instead."""
 
+    shared_read_only: bool = False
+    """Whether the ``shared`` store is only read, such as one that ``ragcache compile`` has filled: nothing is stored or
+    deleted there."""
+
     compression: CompressionName = "auto"
     """How KV on disk and in a ``shared`` store is compressed, without loss: by ``lz4``, by ``zstd``, which keeps fewer
     bytes and is slower, or not at all (``off``). ``auto`` chooses for each tier, by the measured speed of the tier and
@@ -404,6 +408,16 @@ class CacheConfig(_Settings):
                 f"CacheConfig.shared_ttl is {self.shared_ttl:g} but shared is {self.shared!r:.80}: give it with a "
                 "redis:// store; for a bucket or a folder, set shared_bytes"
             )
+        if self.shared_read_only and self.shared is None:
+            raise ValueError(
+                "CacheConfig.shared_read_only is True but shared is None: name a store, or leave shared_read_only out"
+            )
+        for name in ("shared_bytes", "shared_ttl"):
+            if self.shared_read_only and (limit := getattr(self, name)) is not None:
+                raise ValueError(
+                    f"CacheConfig.shared_read_only is True but {name} is {limit:,}, which limits what is written: "
+                    "leave one of them out"
+                )
         if self.compression not in ("auto", "off") and not self.disk_bytes and self.shared is None:
             raise ValueError(
                 f"CacheConfig.compression is {self.compression!r} but disk_bytes is 0: set disk_bytes or shared, whose "

@@ -45,6 +45,7 @@ _AS_TYPED = {
     "leave disk_bytes out": "leave --disk-bytes out",
     "leave shared out": "leave --shared out",
     "leave shared_bytes out": "leave --shared-bytes out",
+    "set shared_read_only": "set --shared-read-only",
     "set host_bytes": "set --host-bytes",
     "lower host_bytes": "lower --host-bytes",
     "lower kv_cache_bytes": "lower --kv-cache-bytes",

@@ -172,6 +172,7 @@ def cache_options(command: Callable[..., Any]) -> Callable[..., Any]:
         keeps_unset=True,
         directory={"flag": "--cache-dir"},
         shared={"metavar": "URL"},
+        shared_read_only={"flag": "--shared-read-only/--no-shared-read-only", "metavar": None, "default": None},
         layerwise_loads={"flag": "--layerwise-loads/--no-layerwise-loads", "metavar": None, "default": None},
         connectors={
             "flag": "--connector",

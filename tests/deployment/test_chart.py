@@ -31,6 +31,7 @@ from tests.deployment.chart import (
     pods,
     size_gib,
     values_of,
+    whole,
 )
 
 TERRAFORM = DEPLOYMENT / "terraform"
@@ -180,6 +181,14 @@ def test_a_limit_of_the_shared_store_reaches_every_replica() -> None:
     assert "--shared-bytes" not in plain["spec"]["containers"][0]["args"]
 
 
+def test_replicas_that_only_read_the_shared_store_say_so_to_the_engine() -> None:
+    values = whole({"tiers": {"shared": {"url": "s3://bucket/kv", "readOnly": True}}})
+    (pod,) = pods(of_kind(list(objects(values)), "StatefulSet"))
+    assert "--shared-read-only" in pod["spec"]["containers"][0]["args"]
+    (plain,) = pods(of_kind(list(objects(values_of("three-replicas"))), "StatefulSet"))
+    assert "--shared-read-only" not in plain["spec"]["containers"][0]["args"]
+
+
 def test_a_network_policy_lets_the_job_that_warms_in() -> None:
     made = list(objects(VARIANTS["job"]))
     (policy,), (job,) = of_kind(made, "NetworkPolicy"), of_kind(made, "Job")
@@ -271,6 +280,8 @@ def test_plain_manifests_are_what_the_chart_makes() -> None:
         ({"tiers": {"hostGiB": -1}}, "/tiers/hostGiB"),
         ({"tiers": {"hostGiB": None}}, "hostGiB"),
         ({"tiers": {"shared": {"ttlSeconds": 60}}}, "tiers.shared.url"),
+        ({"tiers": {"shared": {"readOnly": True}}}, "tiers.shared.url"),
+        ({"tiers": {"shared": {"url": "s3://bucket/kv", "readOnly": True, "GiB": 5}}}, "readOnly is true, GiB is 5"),
         ({"tiers": {"shared": {"password": {"secret": "redis"}}}}, "tiers.shared.url"),
         ({"tiers": {"disk": {"GiB": 0, "key": {"secret": "disk"}}}}, "tiers.disk.key.secret"),
         ({"model": {"claim": {"name": ""}}}, "/model/claim/name"),

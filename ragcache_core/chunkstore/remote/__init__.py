@@ -78,13 +78,16 @@ class RemoteStore(Protocol):
 _WRITTEN = "ragcache/check"
 
 
-def open_remote(url: str, *, ttl_s: float | None = None, timeout_s: float = TIMEOUT_S) -> RemoteStore:
+def open_remote(
+    url: str, *, ttl_s: float | None = None, timeout_s: float = TIMEOUT_S, is_read_only: bool = False
+) -> RemoteStore:
     """Return the store at a URL, without sending a request.
 
     Args:
         url: see :func:`~ragcache_core.config.check_shared_url`.
         ttl_s: after how long the store deletes what it was given; where that can be said with each object.
         timeout_s: for each answer.
+        is_read_only: whether nothing is written there: a missing folder is an error, not created.
 
     Raises:
         ConfigError: it cannot work, or its client is not installed.
@@ -105,25 +108,28 @@ def open_remote(url: str, *, ttl_s: float | None = None, timeout_s: float = TIME
             return RedisStore(url, ttl_s=ttl_s, timeout_s=timeout_s)
         from ragcache_core.chunkstore.remote.object_store import ObjectStore
 
-        return ObjectStore.at(url, timeout_s=timeout_s)
+        return ObjectStore.at(url, timeout_s=timeout_s, is_read_only=is_read_only)
     except ConfigError:
         raise
     except Exception as error:  # whatever the client does not like about it
         raise ConfigError(f"shared is {url!r:.80}, which cannot be used ({error}): correct it") from error
 
 
-def check_reachable(url: str, *, is_limited: bool = False, is_written: bool = False) -> str | None:
+def check_reachable(
+    url: str, *, is_limited: bool = False, is_written: bool = False, is_read_only: bool = False
+) -> str | None:
     """Send a request to the store at a URL; return why it does not answer, or ``None``.
 
     Args:
         url: of the store.
         is_limited: whether its objects are to be listed, too.
         is_written: whether it has to take an object, which is deleted again.
+        is_read_only: see :func:`open_remote`.
 
     Raises:
         ConfigError: it cannot work, its client is not installed, or the store refuses us.
     """
-    store = open_remote(url)
+    store = open_remote(url, is_read_only=is_read_only)
     try:
         store.ping()
         if is_limited:

@@ -27,12 +27,14 @@ _STAGED = re.compile(r"#\d+$")
 """The end of the names that obstore gives files until they are whole."""
 _STAGED_S = 3600.0
 
-_FOLDER_HINT = "see that the folder is mounted and writable, and that its disk has space"
+_FOLDER_HINT = "see that the folder is mounted and writable, and that its disk has space, or set shared_read_only"
 
 
-def _folder(path: Path) -> LocalStore:
+def _folder(path: Path, *, is_read_only: bool) -> LocalStore:
     if path.exists() and not path.is_dir():
         raise ConfigError(f"the shared folder {path} is a file: name a folder")
+    if is_read_only and not path.exists():
+        raise ConfigError(f"the shared folder {path} does not exist, and is only read: name one that has KV")
     try:
         make_private_folder(path)
         next(path.iterdir(), None)
@@ -82,7 +84,7 @@ class ObjectStore:
         )
 
     @classmethod
-    def at(cls, url: str, *, timeout_s: float) -> ObjectStore:
+    def at(cls, url: str, *, timeout_s: float, is_read_only: bool = False) -> ObjectStore:
         """Return the store at a URL.
 
         Credentials, region and endpoint of a bucket are those of the environment (``AWS_ACCESS_KEY_ID``,
@@ -91,13 +93,14 @@ class ObjectStore:
         Args:
             url: ``s3://bucket/prefix``, or ``file:///folder``.
             timeout_s: for each answer of a bucket.
+            is_read_only: whether a missing folder is an error instead.
 
         Raises:
             ConfigError: the folder cannot be created or read.
         """
         if urlsplit(url).scheme == "file":
             folder = Path(unquote(urlsplit(url).path))
-            return cls(_folder(folder), hint=_FOLDER_HINT, folder=folder)
+            return cls(_folder(folder, is_read_only=is_read_only), hint=_FOLDER_HINT, folder=folder)
         limit = timedelta(seconds=timeout_s)
         store = S3Store.from_url(
             url,

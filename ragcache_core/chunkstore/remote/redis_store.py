@@ -102,7 +102,7 @@ class RedisStore:
             case OutOfMemoryError():
                 return "raise its maxmemory, or set maxmemory-policy to allkeys-lru"
             case ReadOnlyError():
-                return "name the primary, not a replica"
+                return "name the primary, not a replica, or set shared_read_only"
             case ResponseError():
                 return "correct what it says"
         return f"see that it runs, is reached from here and answers within {self._timeout_s:g} s"

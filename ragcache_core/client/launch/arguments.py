@@ -318,6 +318,7 @@ def transfer_config(
             "url": cache.shared,
             "max_bytes": cache.shared_bytes,
             "ttl_s": cache.shared_ttl,
+            "is_read_only": cache.shared_read_only,
             "key_file": key_file,
         }
         below.append({"type": "SharedTier", "module_path": f"{_PLUGIN}.shared.tier", **store})

@@ -335,8 +335,12 @@ def _check_shared(cache: CacheConfig, env: Mapping[str, str]) -> None:
     if cache.shared is None:
         return
     if any(name == SHARED_PASSWORD_ENV or name.startswith("AWS_") for name in env):
-        open_remote(cache.shared).close()
-    elif (why := check_reachable(cache.shared, is_limited=cache.shared_bytes is not None)) is not None:
+        open_remote(cache.shared, is_read_only=cache.shared_read_only).close()
+    elif (
+        why := check_reachable(
+            cache.shared, is_limited=cache.shared_bytes is not None, is_read_only=cache.shared_read_only
+        )
+    ) is not None:
         logger.warning(
             "RC-SHARED-UNREACHABLE: the shared store %s does not answer, and is tried again later (%s)",
             cache.shared,

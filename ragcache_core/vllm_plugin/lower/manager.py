@@ -4,9 +4,9 @@
 
     GPU  <-- vLLM's copies -->  host memory  <-- jobs of tiers -->  disk, shared store, ...
 
-A block is stored in every lower tier once host memory has it. A block that only a lower tier has is loaded into host
-memory when a request is looked up; until it is there, the look-up is to be repeated. Host memory keeps the rows of a
-job until the job has ended.
+A block is stored in every lower tier once host memory has it, but not in read-only ones. A block that only a lower tier
+has is loaded into host memory when a request is looked up; until it is there, the look-up is to be repeated. Host
+memory keeps the rows of a job until the job has ended.
 """
 
 from __future__ import annotations
@@ -68,6 +68,7 @@ class TierManager(OffloadingManager):
         self.host = host
         self.lower = lower
         num_rows = host.num_rows if isinstance(host, HostTier) else 0
+        self._stored_in = [(number, tier) for number, tier in enumerate(lower) if not tier.is_read_only]
         self._stats = JobStats([tier.name for tier in lower], num_rows, block_bytes)
         self._jobs: dict[int, _OpenJob] = {}
         self._num_jobs = 0
@@ -135,10 +136,10 @@ class TierManager(OffloadingManager):
         is_spoiled = bool(self._spoiled) and not self._spoiled.isdisjoint(keys)
         self._spoiled.difference_update(keys)
         is_stored = success and not is_spoiled
-        if self.lower and is_stored:
-            self._host_tier.complete_store(keys, req_context, num_readers=len(self.lower))
+        if self._stored_in and is_stored:
+            self._host_tier.complete_store(keys, req_context, num_readers=len(self._stored_in))
             rows = self._host_tier.rows_of(keys)
-            for number, tier in enumerate(self.lower):
+            for number, tier in self._stored_in:
                 tier.store(self._begin_job(number, req_context, keys, rows, is_load=False))
         else:
             self.host.complete_store(keys, req_context, is_stored)

@@ -29,6 +29,7 @@ class LowerTier(ABC):
         source: what a hit of this tier counts as.
         medium, locality: by which requests choose the tiers that they load from.
         undeleted_reason: why it may hold deleted KV once it is out of service, with a hint.
+        is_read_only: whether it stores nothing, so that :meth:`store` is not called.
     """
 
     name: str
@@ -36,6 +37,7 @@ class LowerTier(ABC):
     medium: Medium | None = Medium.STORAGE
     locality: Locality | None = None
     undeleted_reason: str
+    is_read_only: bool = False
 
     @abstractmethod
     def find(self, key: BlockKey, context: ReqContext) -> Sequence[BlockKey] | None:

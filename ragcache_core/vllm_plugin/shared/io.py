@@ -90,7 +90,8 @@ class Deletion:
 class SharedIO:
     """Owns the store's client and its threads. Its methods do not block; only the scheduler's thread calls them.
 
-    ``primary_kv_view`` is host memory, ``[num_chunks, chunk_bytes]``; with ``max_bytes`` the objects take no more.
+    ``primary_kv_view`` is host memory, ``[num_chunks, chunk_bytes]``; with ``max_bytes`` the objects take no more. A
+    store that ``is_read_only`` is never written: its deletions wait for good, and what they name is not read.
 
     Attributes:
         is_disabled: more deletions wait than can be kept, so nothing may be read from the store any more.
@@ -98,9 +99,16 @@ class SharedIO:
     """
 
     def __init__(
-        self, store: RemoteStore, objects: Objects, primary_kv_view: memoryview, max_bytes: int | None = None
+        self,
+        store: RemoteStore,
+        objects: Objects,
+        primary_kv_view: memoryview,
+        max_bytes: int | None = None,
+        *,
+        is_read_only: bool = False,
     ) -> None:
         self._store = store
+        self._is_read_only = is_read_only
         self._objects = objects
         self._rows = np.frombuffer(primary_kv_view, dtype=np.uint8).reshape(primary_kv_view.shape)
         self.reads, self.writes = (
@@ -186,8 +194,8 @@ class SharedIO:
 
     @property
     def can_write(self) -> bool:
-        """Whether writing is not paused after a failure."""
-        return not self.writes.is_resting
+        """Whether the store is written, and writing is not paused after a failure."""
+        return not (self._is_read_only or self.writes.is_resting)
 
     def wake(self) -> None:
         """Do nothing, as no thread waits for released stores."""
@@ -228,7 +236,7 @@ class SharedIO:
         are tried once, and not while writing rests: objects that are never read again need no more.
         """
         self.unlearn(names)
-        if self.is_disabled or not (is_retried or not self.writes.is_resting):
+        if self.is_disabled or not (is_retried or self.can_write):
             return
         if is_retried:
             with self._lock:
@@ -359,7 +367,7 @@ class SharedIO:
                 return
             if isinstance(change, Deletion):
                 self._take_in(change)
-            if self._undeleted and not self.writes.is_resting:
+            if self._undeleted and self.can_write:
                 self._delete()
             if isinstance(change, PutJob):  # after the write, or an earlier deletion would delete the new object
                 self._put(change)
@@ -369,7 +377,7 @@ class SharedIO:
         try:
             for start in range(0, len(job.chunks), self._at_once):
                 part, copies = job.chunks[start : start + self._at_once], list[bytes]()
-                if self.writes.is_resting or self._is_out_of_time() or not job.move(partial(self._copy, part, copies)):
+                if not self.can_write or self._is_out_of_time() or not job.move(partial(self._copy, part, copies)):
                     break
                 if start + len(part) == len(job.chunks):
                     job.finish()  # host memory is needed no more
@@ -414,13 +422,13 @@ class SharedIO:
                 if name in self._undeleted:
                     self._leaving[name] -= 1
                 self._undeleted[name] = None
-        if self.is_disabled or (len(self._undeleted) > _MAX_UNDELETED and self.writes.is_resting):
+        if self.is_disabled or (len(self._undeleted) > _MAX_UNDELETED and not self.can_write):
             self._disable()
 
     def _delete_once(self, names: Sequence[str]) -> None:
         try:
             for start in range(0, len(names), _DELETED_AT_ONCE):
-                if self.writes.is_resting:
+                if not self.can_write:
                     return
                 self._store.delete(names[start : start + _DELETED_AT_ONCE])
                 self.writes.succeed()

@@ -77,6 +77,7 @@ class SharedTier(TransferTier):
         ttl_s: float | None = None,
         key_file: str | None = None,
         max_bytes: int | None = None,
+        is_read_only: bool = False,
     ) -> None:
         """Start using the store at ``url``, which need not answer yet.
 
@@ -87,6 +88,7 @@ class SharedTier(TransferTier):
             ttl_s: seconds after which the store deletes an object.
             key_file: keys of encrypted objects.
             max_bytes: maximum bytes of this model's objects in the store, from all engines.
+            is_read_only: whether nothing is stored or deleted there.
 
         Raises:
             ConfigError: the store is not usable, the identity of the model's weights is unknown, ``key_file`` has no
@@ -107,7 +109,9 @@ class SharedTier(TransferTier):
             number_type=approximate_type(spec.config, spec.controller.settings.compression),
         )
         self._objects = Objects(shared_identity(spec.config), block_bytes, keys, compression)
-        self._io = SharedIO(open_remote(url, ttl_s=ttl_s), self._objects, host_memory, max_bytes)
+        self.is_read_only = is_read_only
+        store = open_remote(url, ttl_s=ttl_s, is_read_only=is_read_only)
+        self._io = SharedIO(store, self._objects, host_memory, max_bytes, is_read_only=is_read_only)
         super().__init__(spec.controller, self._io, num_rows, block_bytes)
         self.url = url
         self.undeleted_reason = why_in_store(url)
@@ -207,7 +211,7 @@ class SharedTier(TransferTier):
     # A holder of what may be forgotten
 
     def forget(self, forgotten: Forgotten) -> Freed:
-        """Delete all known blocks from the store.
+        """Delete all known blocks from the store; from a read-only one, load them no more.
 
         Another engine, or this one before a restart, may have stored any of them, so all are deleted. Only the deletion
         of expired KV is not retried: it is a miss wherever it is read.
@@ -223,18 +227,23 @@ class SharedTier(TransferTier):
         return Freed()
 
     def num_pending(self) -> int:
-        """Return the number of objects with pending deletion."""
-        return self._io.num_undeleted
+        """Return the number of objects with pending deletion; none in a read-only store, which keeps them."""
+        return 0 if self.is_read_only else self._io.num_undeleted
 
     def deletion_problem(self) -> str | None:
-        """Return why the store may keep deleted KV: it cannot delete now."""
+        """Return why the store may keep deleted KV: it cannot delete now, or is only read."""
         if self._io.is_disabled:
             return (
                 f"the shared store {self.url} has not deleted what was forgotten, and is used no more: before the next "
                 f"start, delete what begins with {self._objects.prefix}"
             )
-        if not (num_pending := self._io.num_undeleted) or not self._io.writes.is_resting:
+        if not (num_pending := self._io.num_undeleted) or self._io.can_write:
             return None
+        if self.is_read_only:
+            return (
+                f"the shared store {self.url} is only read, and may have {num_pending} chunks: this engine does not "
+                f"load them until its next start; before that, delete what begins with {self._objects.prefix}"
+            )
         return (
             f"the shared store {self.url} does not answer, and may have {num_pending} chunks: they are deleted when it "
             f"does, while this engine runs; else delete what begins with {self._objects.prefix}"

@@ -180,6 +180,15 @@ def test_a_folder_is_private_and_one_that_cannot_be_used_is_refused_at_the_start
         check_reachable((tmp_path / "file").as_uri())
 
 
+def test_a_missing_folder_that_is_only_read_is_refused_and_not_created(tmp_path: Path) -> None:
+    folder = tmp_path / "kv"
+    with pytest.raises(ConfigError, match="does not exist, and is only read: name one that has KV"):
+        check_reachable(folder.as_uri(), is_read_only=True)
+    assert not folder.exists()
+    folder.mkdir()
+    assert check_reachable(folder.as_uri(), is_read_only=True) is None
+
+
 def test_a_store_that_is_to_be_filled_is_written_at_the_entry_and_nothing_is_left(tmp_path: Path) -> None:
     assert check_reachable(tmp_path.as_uri(), is_written=True) is None
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]

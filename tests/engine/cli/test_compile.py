@@ -59,10 +59,17 @@ def test_engines_load_what_was_compiled_and_a_second_run_computes_what_changed(d
 
     layout = PromptLayout()
     prompts = [layout.messages([document], "where is it") for document in documents.values()]
+    new = Document("new", "a house that was never compiled is far from any river. " * 30)
+    kept = {path: path.stat().st_mtime_ns for path in (folder, *folder.rglob("*"))}
     answers = []
-    for cache in (None, CacheConfig(shared=folder.as_uri(), **SIZES)):
+    for cache in (None, CacheConfig(shared=folder.as_uri(), shared_read_only=True, **SIZES)):
         with Engine.launch(demo_model, cache=cache, dtype="float32", enforce_eager=True, max_model_len=1024) as engine:
             answers.append([engine.generate(prompt, max_tokens=8) for prompt in prompts])
+            engine.generate(layout.messages([new], "where is it"), max_tokens=8)
+            stats = engine.stats()
+    assert {path: path.stat().st_mtime_ns for path in (folder, *folder.rglob("*"))} == kept, "it is only read"
+    (shared,) = (tier for tier in stats.tiers if tier.name == "shared")
+    assert (shared.num_dropped_blocks, stats.num_shared_failures, stats.num_shared_pending_blocks) == (0, 0, 0)
     assert [answer.text for answer in answers[0]] == [answer.text for answer in answers[1]]
     for answer in answers[1]:
         assert (answer.stats.num_shared_tokens or 0) >= 0.8 * answer.stats.num_prompt_tokens

@@ -52,6 +52,7 @@ class Machine:
         is_profiled: bool = False,
         ttl_s: float | None = None,
         max_bytes: int | None = None,
+        is_read_only: bool = False,
         **settings: Any,
     ):
         self.memory = np.full((NUM_ROWS, CHUNK_BYTES), UNTOUCHED, dtype=np.uint8)
@@ -63,7 +64,9 @@ class Machine:
             now_s=time.time(),
         )
         spec: Any = SimpleNamespace(controller=self.controller, config=None)
-        self.tier = SharedTier(spec, memoryview(self.memory), url, ttl_s, max_bytes=max_bytes)
+        self.tier = SharedTier(
+            spec, memoryview(self.memory), url, ttl_s, max_bytes=max_bytes, is_read_only=is_read_only
+        )
         self.num_jobs = 0
         self.results: dict[int, EndedJob] = {}
 
@@ -453,6 +456,12 @@ def test_a_read_only_replica_gives_and_reports_what_to_do(
         other = start(replica.url)
         assert other.read("AB") == 4
         other.store("ABC")
+        only_reads = start(replica.url, is_read_only=True)
+        assert only_reads.read("AB") == 4
+        only_reads.controller.forget({"B"})
+        assert until(lambda: only_reads.tier._io._changes.empty())
+        assert only_reads.read("AB") == 1
+        assert only_reads.counters.num_shared_failures == 0
     assert other.counters.num_dropped_blocks == 2
     assert "name the primary, not a replica" in plugin_log.text
 
@@ -531,6 +540,36 @@ def test_nothing_is_read_that_is_forgotten_while_the_store_does_not_delete_it(
     assert one.read("AB") == 1
     one.store("AB")
     assert one.read("AB") == 4, "what is recomputed is stored and read"
+
+
+def test_a_folder_that_is_only_read_stays_as_it_is_and_what_is_forgotten_is_not_loaded(
+    start: Starting, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shared_io, "_MAX_UNDELETED", 7)
+    writer = start(tmp_path.as_uri())
+    writer.store("AB")
+    writer.store("D")
+    compiled = files_of(tmp_path)
+    assert len(compiled) > 10
+    one = start(tmp_path.as_uri(), is_read_only=True, max_age=1000.0)
+    assert (one.read("AB"), one.read("D")) == (4, 6)
+    one.controller.forget({"B"})
+    assert one.tier.num_pending() == 0, "no client waits for what is never deleted"
+    assert "is only read, and may have 3 chunks" in (one.tier.deletion_problem() or "")
+    assert [one.read("AB") for _ in range(2)] == [1, 1]
+    assert start(tmp_path.as_uri(), is_read_only=True).read("AB") == 4, "the next start knows nothing of it"
+    one.controller.tick(time.time() + 2000)
+    assert one.read("D") == 0, "too old"
+    one.controller.forget({"D"})
+    assert until(lambda: "is used no more" in (one.tier.deletion_problem() or ""), 10.0)
+    one.tier.shutdown()
+    assert files_of(tmp_path) == compiled
+    assert (one.counters.num_dropped_blocks, one.counters.num_shared_failures) == (0, 0)
+
+
+def files_of(folder: Path) -> dict[str, tuple[int, int]]:
+    """Return what is in a folder, with the times of the last changes."""
+    return {str(path): (path.stat().st_mtime_ns, path.stat().st_size) for path in (folder, *folder.rglob("*"))}
 
 
 def test_an_engine_whose_store_is_gone_keeps_each_deletion_once_and_none_of_what_is_too_old(start: Starting) -> None:

@@ -340,6 +340,27 @@ def test_a_block_is_stored_in_every_lower_tier_and_its_row_is_kept_until_the_las
     assert it.manager.prepare_store(other.keys, other.context) is not None
 
 
+def test_nothing_is_stored_in_a_tier_that_is_only_read_and_no_row_is_kept_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(SlowTier, "is_read_only", True)
+    it = Tiers(6)
+    it.fast.held = set(it.keys)
+    it.look_up()
+    it.load_all()
+    assert it.memory == it.keys
+    it.manager.on_request_finished(it.context)
+    for documents in ("BC", "D"):
+        asker = it.host.ask(documents)
+        it.manager.on_new_request(asker.context)
+        output = it.manager.prepare_store(asker.keys, asker.context)
+        assert output is not None
+        it.manager.complete_store(set(output.keys_to_store), asker.context)
+        assert not it.manager.has_pending_work()
+        it.manager.on_request_finished(asker.context)
+    assert not it.fast.jobs
+
+
 def test_statistics_have_vllms_names_and_a_series_for_each_tier() -> None:
     it = Tiers()
     it.fast.held, it.slow.held = set(it.keys[:2]), set(it.keys[:4])

@@ -246,7 +246,7 @@ def test_every_setting_of_the_cache_is_an_option(monkeypatch: pytest.MonkeyPatch
     options = ["--host-bytes", "2GiB", "--disk-bytes", "3GiB", "--cache-dir", "/kv", "--policy", "pgdsf"]
     options += ["--disk-key-file", "/key", "--tenants", "/tenants.toml", "--max-cached-documents", "5"]
     options += ["--shared", "redis://host:6379/0", "--shared-ttl", "60", "--compression", "lz4"]
-    options += ["--shared-bytes", "200GiB"]
+    options += ["--shared-bytes", "200GiB", "--no-shared-read-only"]
     options += ["--replicated-share", "0.25", "--max-age", "3600", "--pinned-share", "0.5"]
     options += ["--max-retain-s", "60", "--retained-share", "0.1"]
     options += ["--queue", "fifo", "--queue-window", "7", "--max-prefill-bs", "2", "--max-documents", "500"]
@@ -264,6 +264,7 @@ def test_every_setting_of_the_cache_is_an_option(monkeypatch: pytest.MonkeyPatch
         shared="redis://host:6379/0",
         shared_bytes="200GiB",
         shared_ttl=60.0,
+        shared_read_only=False,
         compression="lz4",
         tenants="/tenants.toml",
         policy="pgdsf",
@@ -281,6 +282,22 @@ def test_every_setting_of_the_cache_is_an_option(monkeypatch: pytest.MonkeyPatch
         chunk_reuse=ChunkReuse(selection="cache_craft", max_recompute=0.3, is_default=False),
     )
     assert given.model_fields_set == set(CacheConfig.model_fields) - {"connectors"}, "which excludes chunk_reuse"
+
+
+def test_a_shared_store_is_only_read_if_an_option_or_the_file_says_so(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    file = tmp_path / "cache.toml"
+    file.write_text('[cache]\nshared = "file:///kv"\nshared_read_only = true\n', encoding="utf-8")
+    of_file = ["--cache-config", str(file)]
+    for options, is_read_only in (
+        (["--shared", "file:///kv", "--shared-read-only"], True),
+        (of_file, True),
+        ([*of_file, "--no-shared-read-only"], False),
+    ):
+        engine = FakeEngine([], KeyboardInterrupt())
+        run(monkeypatch, engine, *options)
+        assert engine.settings["cache"].shared_read_only is is_read_only
 
 
 def test_other_connectors_are_options_as_vllm_describes_them(monkeypatch: pytest.MonkeyPatch) -> None:

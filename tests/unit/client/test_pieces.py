@@ -113,6 +113,9 @@ def test_a_shared_store_is_asked_after_the_engines_own_disk(tmp_path: Path) -> N
     assert [tier["type"] for tier in extra["secondary_tiers"]] == ["DiskTier", "SharedTier"]
     given = extra["secondary_tiers"][1]
     assert (given["url"], given["ttl_s"], given["max_bytes"]) == (url, 60.0, 3 << 30)
+    only_read = json.loads(cache_arguments(CacheConfig(shared=url, shared_read_only=True), engine_id="me")[1])
+    (given,) = only_read["kv_connector_extra_config"]["secondary_tiers"]
+    assert given["is_read_only"]
 
 
 def test_other_connectors_stand_before_ours_and_a_lost_block_is_a_miss_for_all() -> None:

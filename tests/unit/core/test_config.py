@@ -109,6 +109,12 @@ def test_a_key_without_disk_space_is_refused() -> None:
         ({"shared_ttl": 60.0}, "give it with a redis:// store"),
         ({"shared_bytes": "1GiB"}, "but shared is None: name a store, or leave shared_bytes out"),
         ({"shared": "s3://bucket", "shared_bytes": 0}, "shared_bytes is 0"),
+        ({"shared_read_only": True}, "but shared is None: name a store, or leave shared_read_only out"),
+        (
+            {"shared": "s3://b", "shared_read_only": True, "shared_bytes": 2000},
+            "but shared_bytes is 2,000, which limits",
+        ),
+        ({"shared": "redis://b", "shared_read_only": True, "shared_ttl": 60.0}, "but shared_ttl is 60.0, which limits"),
         ({"compression": "zstd"}, "compression is 'zstd' but disk_bytes is 0: set disk_bytes or shared"),
         ({"compression": "gzip", "disk_bytes": 1}, "compression is 'gzip'"),
     ],

@@ -96,8 +96,11 @@ tolerations:
 {{- if and (gt (float64 .Values.tiers.shared.GiB) 0.0) (not .Values.tiers.shared.url) -}}
 {{- fail "tiers.shared.GiB limits a shared store and tiers.shared.url is empty: give the url, or leave GiB at 0" -}}
 {{- end -}}
-{{- if and (not .Values.tiers.shared.url) (or .Values.tiers.shared.ttlSeconds .Values.tiers.shared.password.secret .Values.tiers.shared.s3.secret) -}}
-{{- fail "tiers.shared has ttlSeconds, password.secret or s3.secret, and tiers.shared.url is empty: give the url, or leave them empty" -}}
+{{- if and (not .Values.tiers.shared.url) (or .Values.tiers.shared.ttlSeconds .Values.tiers.shared.readOnly .Values.tiers.shared.password.secret .Values.tiers.shared.s3.secret) -}}
+{{- fail "tiers.shared has ttlSeconds, readOnly, password.secret or s3.secret, and tiers.shared.url is empty: give the url, or leave them empty" -}}
+{{- end -}}
+{{- if and .Values.tiers.shared.readOnly (or (gt (float64 .Values.tiers.shared.GiB) 0.0) .Values.tiers.shared.ttlSeconds) -}}
+{{- fail (printf "tiers.shared.readOnly is true, GiB is %v and ttlSeconds is %v, which limit what is written: leave them at 0, or leave readOnly out" .Values.tiers.shared.GiB .Values.tiers.shared.ttlSeconds) -}}
 {{- end -}}
 {{- if and .Values.tiers.disk.key.secret (eq (float64 .Values.tiers.disk.GiB) 0.0) (not .Values.tiers.shared.url) -}}
 {{- fail "tiers.disk.key.secret is set, and there is neither a disk tier nor a shared store to encrypt: set tiers.disk.GiB or tiers.shared.url" -}}
@@ -138,7 +141,7 @@ tolerations:
 {{- if and (gt (int .Values.engine.gpus) 1) (lt (mulf .Values.engine.shmGiB 1024) (addf 160 (mulf 240 .Values.engine.gpus))) -}}
 {{- fail (printf "engine.shmGiB is %v: the workers of %v GPUs need 160 MiB of /dev/shm and 240 MiB each, engine.shmGiB=%v" .Values.engine.shmGiB .Values.engine.gpus (divf (addf 160 (mulf 240 .Values.engine.gpus)) 1024 | ceil)) -}}
 {{- end -}}
-{{- $set := dict "--host-bytes" "tiers.hostGiB" "--disk-bytes" "tiers.disk.GiB" "--cache-dir" "tiers.disk.GiB" "--disk-key-file" "tiers.disk.key" "--kv-cache-bytes" "engine.kvCacheGiB" "--shared" "tiers.shared.url" "--shared-bytes" "tiers.shared.GiB" "--shared-ttl" "tiers.shared.ttlSeconds" "--tenants" "auth.tenants" "--api-key" "auth.apiKey" "--drain" "engine.drainSeconds" "--startup-timeout" "engine.startupSeconds" "--log-format" "engine.logFormat" -}}
+{{- $set := dict "--host-bytes" "tiers.hostGiB" "--disk-bytes" "tiers.disk.GiB" "--cache-dir" "tiers.disk.GiB" "--disk-key-file" "tiers.disk.key" "--kv-cache-bytes" "engine.kvCacheGiB" "--shared" "tiers.shared.url" "--shared-bytes" "tiers.shared.GiB" "--shared-ttl" "tiers.shared.ttlSeconds" "--shared-read-only" "tiers.shared.readOnly" "--tenants" "auth.tenants" "--api-key" "auth.apiKey" "--drain" "engine.drainSeconds" "--startup-timeout" "engine.startupSeconds" "--log-format" "engine.logFormat" -}}
 {{- if has "--no-cache" .Values.engine.args -}}
 {{- fail "engine.args has --no-cache: plain vLLM has no /ready, which the probe asks" -}}
 {{- end -}}
