@@ -146,6 +146,8 @@ def compile_(
         raise click.UsageError("Give --shared, where the KV goes, as file:///srv/kv.")
     if cache.chunk_reuse is not None:
         raise click.UsageError("KV for chunk reuse is not in a shared store: leave out --chunk-reuse.")
+    if cache.shared_read_only:
+        raise click.UsageError("--shared-read-only stores nothing: leave it out, or give --no-shared-read-only.")
     if (why := check_reachable(cache.shared, is_limited=cache.shared_bytes is not None, is_written=True)) is not None:
         raise ConfigError(f"--shared {cache.shared} takes no KV ({why})")
     with open_store(store, expectation["embedder"], read_only=True) as documents:

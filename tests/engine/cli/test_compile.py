@@ -101,6 +101,8 @@ def test_a_store_that_deletes_blocks_for_its_limit_is_not_reported_to_have_all(d
         opened.add(
             [Document(topic, f"the house of {topic} is near the river. " * 30) for topic in ("zor", "mel", "tar")]
         )
+    result = compile_command(demo_model, store, tmp_path / "kv", "--shared-read-only")
+    assert (result.exit_code, "--no-shared-read-only" in result.stderr) == (2, True), result.stderr
     result = compile_command(demo_model, store, tmp_path / "kv", "-k", "1", "--shared-bytes", "1MiB")
     assert result.exit_code == 1
     assert "to keep --shared-bytes" in result.stderr
