@@ -34,7 +34,7 @@ _MIXED_IN = "continued"
 _MAX_ERROR = 0.02
 _MAX_TOKENS = 32
 _PARTS = 6
-_LARGEST_PAUSE_S = 5.0
+_LARGEST_PAUSE_S = 0.5
 _KV_BYTES = 256 << 20
 
 
@@ -162,11 +162,14 @@ def _ask(
 
 
 def _wait_for_audits(engine: Engine) -> None:
-    """Return once no approximate answer of a level without a bound waits for its audit."""
-    ends_s = time.monotonic() + _LARGEST_PAUSE_S
-    while time.monotonic() < ends_s:
+    """Return once all approximate answers are audited, or no more audits come: a level that holds has few."""
+    num_before, ends_s = -1, 0.0
+    while True:
         chunks = engine.stats().chunks
         assert chunks is not None
-        if all(kind.num_audits >= kind.num_approximate or kind.error_bound <= _MAX_ERROR for kind in chunks.kinds):
+        num_audits = sum(kind.num_audits for kind in chunks.kinds)
+        if num_audits != num_before:
+            num_before, ends_s = num_audits, time.monotonic() + _LARGEST_PAUSE_S
+        if num_audits >= sum(kind.num_approximate for kind in chunks.kinds) or time.monotonic() > ends_s:
             return
         time.sleep(0.02)  # a poll: the engine's idle steps make it true
