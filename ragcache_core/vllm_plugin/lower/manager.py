@@ -68,7 +68,6 @@ class TierManager(OffloadingManager):
         self.host = host
         self.lower = lower
         num_rows = host.num_rows if isinstance(host, HostTier) else 0
-        self._stored_in = [(number, tier) for number, tier in enumerate(lower) if not tier.is_read_only]
         self._stats = JobStats([tier.name for tier in lower], num_rows, block_bytes)
         self._jobs: dict[int, _OpenJob] = {}
         self._num_jobs = 0
@@ -136,10 +135,12 @@ class TierManager(OffloadingManager):
         is_spoiled = bool(self._spoiled) and not self._spoiled.isdisjoint(keys)
         self._spoiled.difference_update(keys)
         is_stored = success and not is_spoiled
-        if self._stored_in and is_stored:
-            self._host_tier.complete_store(keys, req_context, num_readers=len(self._stored_in))
+        # Read anew at each store: the connector clears ``lower`` once it knows that workers have memory of their own.
+        stored_in = [(number, tier) for number, tier in enumerate(self.lower) if not tier.is_read_only]
+        if stored_in and is_stored:
+            self._host_tier.complete_store(keys, req_context, num_readers=len(stored_in))
             rows = self._host_tier.rows_of(keys)
-            for number, tier in self._stored_in:
+            for number, tier in stored_in:
                 tier.store(self._begin_job(number, req_context, keys, rows, is_load=False))
         else:
             self.host.complete_store(keys, req_context, is_stored)
