@@ -11,6 +11,7 @@ from typing import Any
 
 from ragcache_core.client.prompts.request_plan import RequestPlan, merge_bodies
 from ragcache_core.errors import ConfigError, EngineDiedError, quoted
+from ragcache_core.hints import HINTS
 from ragcache_core.prompt import ChatMessage, RenderedPrompt
 from ragcache_core.stats import RequestStats
 
@@ -45,7 +46,7 @@ def check_settings(names: Iterable[str], *, is_chat: bool) -> None:
     if unknown := sorted(set(names) - (known := _settings_of(is_chat))):
         raise ConfigError(
             f"a request has no setting {unknown[0]!r}: vLLM's own (top_k, min_p, cache_salt, ...) go into "
-            f"extra_body={{{unknown[0]!r}: ...}}, the others are {', '.join(sorted(known))}"
+            f"extra_body={{{unknown[0]!r}: ...}}, the others are {', '.join(sorted((*known, *HINTS)))}"
         )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import sys
+import time
 from collections.abc import Iterable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
@@ -16,13 +17,15 @@ if TYPE_CHECKING:
 _BAR_CELLS = 24
 _REDRAWN_PER_S = 4  # redrawing takes time from a measurement
 _ENDLESS = 100_000
+_LINE_EVERY_S = 60.0
 
 
 class Bar:
     """A progress bar on standard error that counts finished ``unit``; a context manager.
 
     It is drawn where standard error is a terminal, unless ``enabled`` says otherwise, and taken away in the end, unless
-    it ``is_kept``. What is written to the terminal meanwhile stands above it. Elsewhere nothing is written.
+    it ``is_kept``. What is written to the terminal meanwhile stands above it. Elsewhere, as in a log, a line a minute says
+    how far it is, unless ``enabled`` is false.
     """
 
     def __init__(
@@ -38,6 +41,8 @@ class Bar:
         self.what, self.total, self.num_done = what, total, 0
         self._unit, self._is_kept, self._has_remaining = unit, is_kept, has_remaining
         self._enabled = sys.stderr.isatty() if enabled is None else enabled
+        self._has_lines = enabled is None and not self._enabled
+        self._began_s = self._line_s = time.monotonic()
         self._drawn: tuple[Progress, TaskID] | None = None
 
     def __enter__(self) -> Self:
@@ -79,6 +84,11 @@ class Bar:
         if self._drawn is not None:
             progress, task = self._drawn
             progress.update(task, completed=num_done, total=self.total)
+        elif self._has_lines and (now_s := time.monotonic()) - self._line_s >= _LINE_EVERY_S:
+            self._line_s = now_s
+            of = "" if self.total is None else f" of {self.total:,}"
+            minutes = f"{(now_s - self._began_s) / 60:.0f} min"
+            print(f"{self.what}: {num_done:,}{of} {self._unit} after {minutes}", file=sys.stderr, flush=True)
 
     def show(self, what: str) -> None:
         """Show the present step."""

@@ -98,7 +98,7 @@ def table(result: SimulationResult) -> str:
         *_fleet_rows(result),
         ("engine", f"{options.cost_model}, batches of {options.max_batch}, blocks of {options.block_size} tokens"),
         ("hit rate", f"{summary.token_hit_rate:.3f} of tokens, {summary.document_hit_rate:.3f} of documents"),
-        ("hits", shares),
+        *([("documents", f"hit on {shares}")] if any(summary.hits_by_tier.values()) else []),
         ("TTFT", f"mean {summary.mean_ttft_s:.3f} s, p50 {summary.p50_ttft_s:.3f}, p99 {summary.p99_ttft_s:.3f}"),
         *_chunk_rows(result),
         ("moved", f"{summary.swapped_out_tokens:,} tokens to the host, {summary.loaded_tokens:,} to the GPU"),

@@ -30,7 +30,7 @@ from ragcache_core.chunkstore.remote import RemoteStore, brief
 from ragcache_core.chunkstore.remote.quota import StoreQuota
 from ragcache_core.log import logger_of
 from ragcache_core.vllm_plugin.lower.jobs import LoadPart, LoadTransfer, StoreTransfer
-from ragcache_core.vllm_plugin.shared.objects import Objects
+from ragcache_core.vllm_plugin.shared.objects import MissingCodecError, Objects
 
 logger = logger_of(__name__)
 
@@ -339,9 +339,12 @@ class SharedIO:
         names = [name.decode() for name in part.names]
         num_bytes = 0
         for at, data in enumerate(self._store.get(names)):
-            unpacked = None if data is None else self._objects.unpack(names[at], data)
+            try:
+                unpacked = None if data is None else self._objects.unpack(names[at], data)
+                self.num_damaged += unpacked is None and data is not None
+            except MissingCodecError:  # the object is whole
+                unpacked = None
             if unpacked is None:
-                self.num_damaged += data is not None
                 self.unlearn([names[at]])
                 continue
             row, moment_s = unpacked

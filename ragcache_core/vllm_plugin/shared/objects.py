@@ -37,6 +37,10 @@ _RAW, _PACKED = 0, 1
 _DIGEST_BYTES = 16
 
 
+class MissingCodecError(Exception):
+    """An object is compressed, and Blosc2 is not installed."""
+
+
 class Objects:
     """Names, packs and unpacks the objects of one namespace; other namespaces and formats have other names.
 
@@ -78,7 +82,11 @@ class Objects:
         return packed if self._keys is None else self._keys.encrypt(packed, name.encode())
 
     def unpack(self, name: str, data: bytes | memoryview) -> tuple[np.ndarray, float] | None:
-        """Return a block's bytes and time of computation; ``None`` unless packed under ``name``."""
+        """Return a block's bytes and time of computation; ``None`` unless packed under ``name``.
+
+        Raises:
+            MissingCodecError: it is compressed, and cannot be unpacked here. The first is logged.
+        """
         packed = data if self._keys is None else self._keys.decrypt(data, name.encode())
         if packed is None or len(packed) < _RECORD.size + _DIGEST_BYTES:
             return None
@@ -112,7 +120,7 @@ class Objects:
                     "RC-SHARED-COMPRESSED: RAGCache's shared store has compressed blocks, which are misses here: %s",
                     HINT,
                 )
-            return None
+            raise MissingCodecError
         payload = np.empty(self.chunk_bytes, np.uint8)
         is_approximate = self._compression is not None and self._compression.is_approximate
         return payload if unpack(record, payload.data, is_approximate=is_approximate) else None
