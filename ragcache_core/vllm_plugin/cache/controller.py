@@ -899,7 +899,7 @@ class CacheController:
         first = state.num_prompt_tokens // self.tokens_per_block
         is_shared = state.first_private is None or first < state.first_private
         if state.admitted_s is not None and not state.metadata.is_prefill and is_shared and len(state.keys) > first:
-            self.tree.record_answer(state.keys[first], state.turn)
+            self.tree.record_answer(state.keys[first], state.turn, state.metadata.hints.tool)
 
     def _path_segments(self, state: RequestState, keys: Sequence[Key]) -> list[PathSegment]:
         """Return a prompt's segments as runs of blocks; a block in two segments belongs to the later one.
