@@ -183,7 +183,7 @@ def _think_time_shares(num_returned: Sequence[float], num_aged: Sequence[float])
 
 def _likely(num_returned: Sequence[float], num_aged: Sequence[float], shares: Sequence[float], prior: float) -> float:
     """Return the probability that a conversation continues, from counts by bin, near ``prior`` while they are few."""
-    num_old = sum(map(operator.mul, shares, num_aged))
+    num_old: float = sum(map(operator.mul, shares, num_aged))
     return min((sum(num_returned) + _PRIOR * prior) / (num_old + _PRIOR), 1.0)
 
 
