@@ -39,7 +39,7 @@ class CalledTools:
         async def reading(message: Message) -> None:
             nonlocal called
             if called is None and _CALLS in (part := message.get("body", b"")):
-                called = _called(part)
+                called = called_tool(part)
             await send(message)
 
         await self._app(scope, receive, reading)
@@ -55,7 +55,7 @@ async def _tell(scope: Scope, response_id: str, tool: str) -> None:
         logger.debug("an engine was not told of a called tool: %s", error)
 
 
-def _called(part: bytes) -> tuple[str, str] | None:
+def called_tool(part: bytes) -> tuple[str, str] | None:
     """Return the id and the tool of a response, or of events of a stream."""
     for line in part.split(b"\n"):
         if _CALLS not in line:
