@@ -118,16 +118,14 @@ class NextTurnModel:
         for bin_, turns in enumerate(self._ageing):
             while turns and turns[0].num_requests + _MIDDLES[bin_] <= turn.num_requests:
                 aged = turns.popleft()
-                for kind in _kinds(aged):
-                    self._num_aged[kind][bin_] += 1.0
+                _count(self._num_aged, aged, bin_)
                 if bin_ + 1 < _NUM_BINS:
                     self._ageing[bin_ + 1].append(aged)
         self._num_new += 1
 
     def on_return(self, turn: Turn, num_requests: int) -> None:
         """Record that a conversation continued after ``turn``, ``num_requests`` requests later."""
-        for kind in _kinds(turn):
-            self._num_returned[kind][_bin(num_requests)] += 1.0
+        _count(self._num_returned, turn, _bin(num_requests))
         self._num_new += 1
 
     def probability(self, number: int) -> float:
@@ -162,9 +160,12 @@ def kind_by_number(number: int) -> int:
     return min(number, _NUM_NUMBERS)
 
 
-def _kinds(turn: Turn) -> set[int]:
-    """Return the kinds that a turn counts for."""
-    return {kind_by_number(turn.number), turn.kind}
+def _count(rows: Sequence[list[float]], turn: Turn, bin_: int) -> None:
+    """Count a turn in a bin, for all turns with its number and for its own kind."""
+    by_number = kind_by_number(turn.number)
+    rows[by_number][bin_] += 1.0
+    if turn.kind != by_number:
+        rows[turn.kind][bin_] += 1.0
 
 
 def _sums(rows: Sequence[Sequence[float]]) -> list[float]:
