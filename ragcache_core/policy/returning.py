@@ -88,7 +88,8 @@ class NextTurnModel:
         likely = 0.0
         for kind in range(1, 1 + _NUM_NUMBERS):
             likely = _likely(self._num_returned[kind], self._num_aged[kind], shares, likely)
-            self._likely[kind], self._rates[kind] = likely, _highest_rates(shares, likely)
+            self._likely[kind] = likely
+            self._rates[kind] = self._rates[kind + _NUM_NUMBERS] = _highest_rates(shares, likely)
         if self._tools:
             likely_at_all = _likely(num_returned, num_aged, shares, 0.0)
             for kind in range(1 + _NUM_NUMBERS, len(self._rates)):
@@ -103,7 +104,8 @@ class NextTurnModel:
             return kind
         if len(self._tools) < _MAX_TOOLS:
             self._tools[tool] = len(self._rates)
-            for rows in (self._num_returned, self._num_aged, self._rates):
+            self._rates.append(self._rates[kind_by_number(number)])
+            for rows in (self._num_returned, self._num_aged):
                 rows.append([0.0] * _NUM_BINS)
         return self._tools.get(tool, len(self._rates) - 1)
 

@@ -125,6 +125,7 @@ def test_turns_without_a_tool_are_apart_once_others_name_theirs() -> None:
 def test_a_tool_that_is_new_is_taken_for_any_turn_and_one_beyond_the_limit_for_the_last() -> None:
     known = with_tools({"search": lambda: 3})
     new = known.kind_of(1, "new")
+    assert known.rate(new, 1) == known.rate(1, 1) > 0.0, "at once"
     ended(known, 1, 2000, "new")
     for now in range(2001, 2101):
         ended(known, 1, now, "search")
