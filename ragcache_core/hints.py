@@ -1,4 +1,4 @@
-"""What a request may say of the KV that it leaves: how long it is kept, before which other KV, and what is read ahead.
+"""What a request may say of the KV that it leaves: how long it is kept, what it waits for, and what is read ahead.
 
 The hints are names of the ``ragcache`` metadata beside the documents (see ``wire.py``). vLLM's ``kv_hints`` envelope
 carries the same as actions::
@@ -20,6 +20,7 @@ MAX_PRIORITY: Final = 9
 MAX_HINT_S: Final = 86_400.0
 MAX_PREFETCHED: Final = 64
 MAX_ID_CHARS: Final = 1024
+MAX_TOOL_CHARS: Final = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +37,8 @@ class CacheHints:
         demote: these blocks are evicted first from the answer's end on, and not stored below the GPU.
         prefetch: up to 64 ids of documents that next requests will show: what is on disk of their prefixes is read into
             host memory.
+        tool: name of the tool that runs between the answer and the next request of this conversation. How long it
+            usually takes is learned, and decides when prompt and answer are evicted.
 
     Raises:
         ConfigError: a field has a value that cannot work, or two contradict each other.
@@ -46,6 +49,7 @@ class CacheHints:
     ttl_s: float | None = None
     demote: bool = False
     prefetch: Sequence[DocId] = ()
+    tool: str | None = None
 
     def __post_init__(self) -> None:
         for name, (is_possible, what) in _POSSIBLE.items():
@@ -86,6 +90,11 @@ def _is_priority(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MAX_PRIORITY
 
 
+def is_tool(value: object) -> bool:
+    """Return whether a value can be the name of a tool."""
+    return value is None or (isinstance(value, str) and 0 < len(value) <= MAX_TOOL_CHARS)
+
+
 def _are_ids(value: object) -> bool:
     return (
         isinstance(value, list | tuple)
@@ -101,6 +110,7 @@ _POSSIBLE: Final = {
     "ttl_s": (_is_seconds, _SECONDS),
     "demote": (lambda value: isinstance(value, bool), "true or false"),
     "prefetch": (_are_ids, f"a list of at most {MAX_PREFETCHED} ids of documents, of 1 to {MAX_ID_CHARS:,} characters"),
+    "tool": (is_tool, f"a name of 1 to {MAX_TOOL_CHARS} characters"),
 }
 HINTS: Final = tuple(_POSSIBLE)
 NO_HINTS: Final = CacheHints()
@@ -124,6 +134,7 @@ _ACTIONS: Final = {
     "ragcache.retain": ("retain_s", "priority"),
     "ragcache.demote": ("demote", "ttl_s"),
     "ragcache.prefetch": ("prefetch",),
+    "ragcache.tool": ("tool",),
 }
 
 

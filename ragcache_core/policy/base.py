@@ -26,11 +26,13 @@ class NodeStats:
         parent: the previous node of its prefix; ``None`` for the root.
         doc_id: id of its document, if it has one.
         turn: number of the latest turn of the only conversation with this history; 0 for other nodes.
+        turn_kind: whose statistics say when that conversation continues
+            (:class:`~ragcache_core.policy.returning.NextTurnModel`); 0 before the turn's answer.
     """
 
     __slots__ = (
         "doc_id", "frequency", "id", "is_transient", "last_request", "num_computed", "num_expected", "num_tokens",
-        "parent", "total_cost_s", "turn",
+        "parent", "total_cost_s", "turn", "turn_kind",
     )  # fmt: skip
 
     def __init__(
@@ -47,6 +49,7 @@ class NodeStats:
         self.last_request = 0
         self.is_transient = False
         self.turn = 0
+        self.turn_kind = 0
 
     @property
     def num_uses(self) -> int:
@@ -67,6 +70,7 @@ class NodeStats:
         other.last_request = self.last_request
         other.is_transient = self.is_transient
         other.turn = self.turn
+        other.turn_kind = self.turn_kind
 
 
 class ReplacementPolicy(ABC):

@@ -9,7 +9,7 @@ from typing import ClassVar, Final
 
 from ragcache_core.policy.base import NodeStats, ReplacementPolicy
 from ragcache_core.policy.prefill_cost import PrefillCost
-from ragcache_core.policy.returning import NUM_KINDS, NextTurnModel
+from ragcache_core.policy.returning import NextTurnModel
 from ragcache_core.types import DocId
 
 _HALF_LIVES: Final = (50.0, 800.0, math.inf)
@@ -173,17 +173,17 @@ class MixturePolicy(ReplacementPolicy):
             share = self._document_uses.get(stats.doc_id, 0) / (self._now + self._num_earlier or 1)
             rate *= (uses + k * share) * uses_above / ((uses_above + k) * uses)
         if uses == 1 and stats.doc_id is not None:  # a first turn's, whose conversation may continue
-            rate += self.returning.rate(1, age) * self._norms[-1]
+            rate += self.returning.rate(stats.turn_kind or 1, age) * self._norms[-1]
         return math.log(rate if rate > _LEAST_RATE else _LEAST_RATE)
 
     def bucket(self, stats: NodeStats) -> int:
-        return -min(stats.turn, NUM_KINDS)
+        return -stats.turn_kind if stats.turn else 0
 
     def score(self, stats: NodeStats, rank: float, num_requests: int) -> float:
         """Return the rank; for a conversation's history, the highest expected rate of its next turn."""
         if not stats.turn:
             return rank
-        rate = self.returning.rate(stats.turn, num_requests - stats.last_request) * self._norms[-1]
+        rate = self.returning.rate(stats.turn_kind, num_requests - stats.last_request) * self._norms[-1]
         discount = stats.last_request - rank
         return math.log(max(rate, _LEAST_RATE)) - discount
 

@@ -4,20 +4,12 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
 from typing import Final
 
-from ragcache_core.policy.returning import NextTurnModel
+from ragcache_core.policy.returning import NextTurnModel, Turn
 
 _MAX_TURNS: Final = 65_536
 """Turns that are remembered, the latest."""
-
-
-@dataclass(slots=True)
-class _Turn:
-    number: int
-    num_requests: int
-    has_returned: bool = False
 
 
 class Conversations:
@@ -30,7 +22,7 @@ class Conversations:
     def __init__(self, returning: NextTurnModel) -> None:
         """Take ``returning``, which is updated with every turn."""
         self._returning = returning
-        self._turns: OrderedDict[Hashable, _Turn] = OrderedDict()
+        self._turns: OrderedDict[Hashable, Turn] = OrderedDict()
 
     def turn_of(self, keys: Sequence[Hashable]) -> int:
         """Return the turn number, from 1 on, of a prompt of these units."""
@@ -42,19 +34,25 @@ class Conversations:
         before = self._before(keys)
         if before is not None and not before.has_returned:
             before.has_returned = True
-            self._returning.on_return(before.number, num_requests - before.num_requests)
+            self._returning.on_return(before, num_requests - before.num_requests)
         self._returning.refresh()
         return 1 if before is None else before.number + 1
 
-    def on_answered(self, key: Hashable, turn: int, num_requests: int) -> None:
-        """Record the answer of ``turn``, which begins in the unit ``key``, at the tree's request ``num_requests``."""
-        if key not in self._turns:
-            self._returning.on_turn(turn, num_requests)
-            self._turns[key] = _Turn(turn, num_requests)
+    def on_answered(self, key: Hashable, turn: int, num_requests: int, tool: str | None = None) -> int:
+        """Record the answer of ``turn``, which begins in the unit ``key``, at the tree's request ``num_requests``.
+
+        Return the turn's kind, by the ``tool`` that it calls. A later call may name it.
+        """
+        if (known := self._turns.get(key)) is None:
+            known = self._turns[key] = Turn(turn, num_requests, self._returning.kind_of(turn, tool))
+            self._returning.on_turn(known)
             if len(self._turns) > _MAX_TURNS:
                 self._turns.popitem(last=False)
+        elif tool is not None:
+            known.kind = self._returning.kind_of(turn, tool)
+        return known.kind
 
-    def _before(self, keys: Sequence[Hashable]) -> _Turn | None:
+    def _before(self, keys: Sequence[Hashable]) -> Turn | None:
         turns = self._turns
         if turns.keys().isdisjoint(keys):
             return None

@@ -8,7 +8,7 @@ from collections.abc import Collection, Hashable, Iterable, Sequence
 
 from ragcache_core.policy.base import ReplacementPolicy
 from ragcache_core.policy.mixture import MixturePolicy
-from ragcache_core.policy.returning import NextTurnModel
+from ragcache_core.policy.returning import NextTurnModel, kind_by_number
 from ragcache_core.tree.conversations import Conversations
 from ragcache_core.tree.node import PathSegment, PrefixMatch, TreeNode
 from ragcache_core.tree.tiered_tree import TieredTree
@@ -193,19 +193,26 @@ class KnowledgeTree(TieredTree):
                 node.total_cost_s += cost_per_token_s
                 node.num_computed += 1
 
-    def record_answer(self, key: Hashable, turn: int) -> None:
-        """Record the answer of a conversation's ``turn``, which begins in the unit ``key``.
+    def record_answer(self, key: Hashable, turn: int, tool: str | None = None) -> None:
+        """Record the answer of a conversation's ``turn``, which begins in the unit ``key``, and the tool that it calls.
 
-        Its KV ranks with the conversation's history, although no request has used it yet.
+        Its KV ranks with the conversation's history, although no request has used it yet. A later call may name the
+        ``tool``.
         """
-        self.conversations.on_answered(key, turn, self.num_requests)
+        kind = self.conversations.on_answered(key, turn, self.num_requests, tool)
         if (location := self.locate(key)) is None:
             return
-        for node in location.node.below():
-            if not node.frequency:
-                node.turn, node.last_request, node.updated = turn, self.num_requests, self._next_sequence()
-                for state in self.tiers:
-                    state.update_rank(node)
+        ranked = [node for node in location.node.below() if not node.frequency]
+        for node in ranked:
+            node.turn = turn
+        if kind != kind_by_number(turn):
+            ranked += [node for node in location.node.path() if node.frequency and _is_of(node, turn)]
+        for node in ranked:
+            node.turn_kind, node.updated = kind, self._next_sequence()
+            if node.turn:
+                node.last_request = self.num_requests
+            for state in self.tiers:
+                state.update_rank(node)
 
     def record_apart(self, nodes: Sequence[TreeNode], *, num_hit_units: int, cost_per_token_s: float) -> None:
         """Count an access of nodes that are not on a request's path; the number of requests stays.
@@ -304,6 +311,7 @@ class KnowledgeTree(TieredTree):
             is_first = not node.frequency
             is_own = is_own or 0 < node.turn < turn or (is_first and i >= num_before)
             node.turn = turn if i >= first_own or (is_own and (is_first or 0 < node.turn < turn)) else 0
+            node.turn_kind = kind_by_number(node.turn)
 
     def _on_split(self, node: TreeNode, lower: TreeNode) -> None:
         self._ghosts.pop(lower.id, None)
@@ -402,6 +410,11 @@ class KnowledgeTree(TieredTree):
             self.policy.on_document_removed(node.doc_id)
         if parent is not self.root:
             self._note_if_ghost(parent)
+
+
+def _is_of(node: TreeNode, turn: int) -> bool:
+    """Return whether no other conversation has used a node; documents of a first turn are not assigned to it."""
+    return node.turn == turn if node.turn or turn > 1 else node.frequency == 1 and node.doc_id is not None
 
 
 def _num_leading(mask: int) -> int:

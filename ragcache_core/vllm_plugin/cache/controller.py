@@ -7,7 +7,7 @@ on the scheduler's thread, call it when a request or a block changes its state.
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
@@ -35,6 +35,7 @@ from ragcache_core.vllm_plugin.cache.speculations import QueuedSpeculations
 from ragcache_core.vllm_plugin.cache.tenant_figures import TenantFigures
 from ragcache_core.vllm_plugin.cache.tree_view import tree_view
 from ragcache_core.vllm_plugin.chunks.page_layout import digest_of
+from ragcache_core.vllm_plugin.server.several_engines import response_id_of
 from ragcache_core.vllm_plugin.settings import PluginSettings
 from ragcache_core.wire import RequestMetadata
 
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     from ragcache_core.vllm_plugin.chunks.manager.manager import ChunkManager
 
 _LOOKS_AN_AGE = 20
+_MAX_ANSWERED = 1024
 _STEPS_TO_PLACE = 3  # in which the blocks of an ended answer are freed and placed, with two steps in flight
 _LONGEST_PERIOD_S = 60.0
 
@@ -184,6 +186,7 @@ class CacheController:
         self.retrieved: dict[Key, tuple[float, float]] = {}
         self.document_uses = DocumentUses(self.tree, lambda owner: self.tenants.is_everybodys(owner))
         self._recent = RecentRequests()
+        self._answered: OrderedDict[str, tuple[Key, int]] = OrderedDict()
         tenants = None if settings.tenants is None else Tenants.from_toml(settings.tenants)
         self.tenants = TenantFigures(self.tree, tokens_per_block, tenants)
         self._divide_tiers()
@@ -899,7 +902,17 @@ class CacheController:
         first = state.num_prompt_tokens // self.tokens_per_block
         is_shared = state.first_private is None or first < state.first_private
         if state.admitted_s is not None and not state.metadata.is_prefill and is_shared and len(state.keys) > first:
-            self.tree.record_answer(state.keys[first], state.turn)
+            self.tree.record_answer(state.keys[first], state.turn, state.metadata.hints.tool)
+            self._answered[response_id_of(state.request_id)] = state.keys[first], state.turn
+            if len(self._answered) > _MAX_ANSWERED:
+                self._answered.popitem(last=False)
+
+    def on_called(self, response_id: str, tool: str) -> bool:
+        """Record the tool that an answer calls, by the id of its response; return whether that is among the latest."""
+        answer = self._answered.pop(response_id, None)
+        if answer is not None:
+            self.tree.record_answer(*answer, tool)
+        return answer is not None
 
     def _path_segments(self, state: RequestState, keys: Sequence[Key]) -> list[PathSegment]:
         """Return a prompt's segments as runs of blocks; a block in two segments belongs to the later one.

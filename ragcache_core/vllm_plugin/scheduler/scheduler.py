@@ -305,6 +305,8 @@ class _TreeScheduling:
         match action:
             case "tick":
                 return controller.report()
+            case "called":
+                return {"is_known": controller.on_called(body["response_id"], body["tool"])}
             case "purge" if self._tree_queue is not None:
                 self._drop_audit()
                 return controller.forget_all()

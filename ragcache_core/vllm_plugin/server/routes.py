@@ -29,6 +29,7 @@ from ragcache_core.vllm_plugin.other_connectors import extra_config
 from ragcache_core.vllm_plugin.release import settings_in_force
 from ragcache_core.vllm_plugin.server import cache_routes, document_routes
 from ragcache_core.vllm_plugin.server.accepted_keys import AcceptedKeys, follow_file
+from ragcache_core.vllm_plugin.server.called_tools import CalledTools
 from ragcache_core.vllm_plugin.server.engine_view import received
 from ragcache_core.vllm_plugin.server.middleware import AuthMiddleware, Work, refusal_of_work
 from ragcache_core.vllm_plugin.server.page.routes import router as page_router
@@ -226,6 +227,7 @@ class RAGCacheEndpoint:
         app.add_middleware(TenantRequests)
         app.add_middleware(RequestBodyCheck)
         app.add_middleware(DefaultsHeader)
+        app.add_middleware(CalledTools)
         app.add_middleware(ResponseStatsMiddleware)
         if tenants is not None and tenants.have_keys:
             app.state.args.api_key = [""]  # vLLM's check knows one kind of key; RAGCache's middleware checks all

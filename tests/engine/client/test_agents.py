@@ -9,6 +9,7 @@ import pytest
 
 from ragcache_core import Document
 from ragcache_core.client import Engine
+from ragcache_core.vllm_plugin.server.called_tools import called_tool
 
 FOUND = [
     Document("mirnal", "Mirnal is a town in the north. Mirnal was founded by Anna Zor, who made clocks. " * 3),
@@ -79,3 +80,23 @@ def test_the_second_of_two_agents_finds_the_documents_of_the_first_cached(engine
     for document in second.stats.documents:
         assert document.num_cached_tokens > document.num_tokens - 32
     assert [document.doc_id for document in second.stats.documents] == ["mirnal", "tenrik"]
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+def test_the_tool_that_an_answer_calls_is_in_its_bytes_with_the_id_of_the_request(engine: Engine, stream: bool) -> None:
+    choice = {"type": "function", "function": {"name": "search"}}
+    body = {
+        "model": engine.model,
+        "messages": [ASKED],
+        "max_tokens": 60,
+        "tool_choice": choice,
+        "stream": stream,
+        **TOOLS,
+    }
+    headers = {"Authorization": f"Bearer {engine.api_key}"}
+    answer = httpx.post(f"{engine.base_url}/chat/completions", headers=headers, json=body, timeout=60)
+    called = called_tool(answer.content)
+    assert called is not None
+    response_id, tool = called
+    assert tool == "search"
+    assert httpx.get(f"{engine.base_url}/ragcache/requests/{response_id}", headers=headers).status_code == 200

@@ -107,6 +107,25 @@ def test_the_next_turn_ends_the_retention_of_the_one_before() -> None:
         it.check()
 
 
+@pytest.mark.parametrize("is_late", [False, True], ids=["in the request", "after the answer"])
+def test_a_turn_ranks_by_the_tool_that_it_calls(is_late: bool) -> None:
+    with engine(policy="mixture") as (it, _):
+        params = {"ragcache": {"version": 1, **({} if is_late else {"tool": "search"})}}
+        turn = request("chatcmpl-1-01234567", [*SYSTEM, *DOCUMENTS["C"]], 40, params=params)
+        it.scheduler.add_request(turn)
+        it.steps.rest(100_000)
+        tree = it.controller.tree
+        last = tree.locate(it.controller.last_known(turn.block_hashes))
+        assert last is not None
+        if is_late:
+            assert last.node.turn_kind == 1
+            called = {"token": "t", "keeps_answer": False, "response_id": "chatcmpl-1", "tool": "search"}
+            assert it.scheduler.act_on_cache("called", called) == {"is_known": True}
+            assert it.scheduler.act_on_cache("called", {**called, "response_id": "chatcmpl-2"}) == {"is_known": False}
+        assert last.node.turn_kind == tree.returning.kind_of(1, "search") > 8
+        it.check()
+
+
 def test_retained_prompts_take_no_more_than_their_share_and_the_highest_priority_has_it() -> None:
     with engine(retained_share=0.5) as (it, clock):
         ask(it, "low", "A", retain_s=60)

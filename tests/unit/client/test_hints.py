@@ -19,7 +19,7 @@ from tests.support.scripted_server import ScriptedServer
 
 SUN = Document("sun", "The sun is a star, and every planet goes around it in its own time.")
 LAYOUT = PromptLayout()
-HINTS: dict[str, Any] = {"priority": 2, "retain_s": 30.0, "prefetch": ["moon"]}
+HINTS: dict[str, Any] = {"priority": 2, "retain_s": 30.0, "prefetch": ["moon"], "tool": "search"}
 OWN_BODY = {"extra_body": {"kv_transfer_params": {"ragcache": {"version": 1, "ttl_s": 60.0}}, "top_k": 5}}
 
 
@@ -61,7 +61,7 @@ def test_hints_are_sent_beside_the_documents_and_those_of_the_body(
     assert {name: metadata[name] for name in (*HINTS, "ttl_s")} == {**HINTS, "ttl_s": 60.0}
     assert [document["id"] for document in sent.documents] == ["sun"]
     assert sent.body["top_k"] == 5
-    assert not {"priority", "retain_s", "prefetch"} & sent.body.keys()
+    assert not HINTS.keys() & sent.body.keys()
 
 
 @pytest.mark.parametrize("way", WAYS)

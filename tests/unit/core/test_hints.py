@@ -32,6 +32,9 @@ from ragcache_core.wire import KEY, check_metadata, decode_kv_transfer_params, e
         ({"prefetch": "faq-7"}, "prefetch is 'faq-7': send a list of at most 64 ids"),
         ({"prefetch": ["faq-7", ""]}, "prefetch is"),
         ({"prefetch": ["d"] * 65}, "prefetch is"),
+        ({"tool": ""}, "tool is '': send a name of 1 to 64 characters"),
+        ({"tool": "t" * 65}, "tool is"),
+        ({"tool": 7}, "tool is 7"),
         ({"demote": True, "retain_s": 30}, "demote is true beside retain_s 30"),
         ({"demote": True, "priority": 2}, "demote is true beside priority 2"),
         ({"demote": True, "ttl_s": 5}, "demote is true beside ttl_s 5"),
@@ -51,6 +54,7 @@ hints = st.builds(
     priority=st.integers(0, 9),
     retain_s=st.none() | st.floats(0, 86_400),
     prefetch=st.lists(st.text(min_size=1, max_size=9), max_size=3),
+    tool=st.none() | st.text(min_size=1, max_size=9),
 ) | st.builds(CacheHints, ttl_s=st.none() | st.floats(0, 86_400)) | st.just(CacheHints(demote=True))  # fmt: skip
 
 

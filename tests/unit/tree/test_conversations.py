@@ -16,7 +16,7 @@ class Chat:
     def __init__(self) -> None:
         self.tree = KnowledgeTree(MixturePolicy())
 
-    def ask(self, prompt: str, answer: str = "") -> int:
+    def ask(self, prompt: str, answer: str = "", tool: str | None = None) -> int:
         """Serve a prompt, and return which turn it was; all of it lies on the GPU then."""
         tree, words = self.tree, prompt.split()
         keys, segments, first = chain(*words, *answer.split()), [], 0
@@ -31,7 +31,7 @@ class Chat:
         tree.record_access(tree.insert(segments), num_hit_units=0, cost_per_token_s=1e-3, turn=turn)
         if answer:
             tree.extend(keys[len(words) - 1], keys[len(words) :], len(answer.split()))
-            tree.record_answer(keys[len(words)], turn)
+            tree.record_answer(keys[len(words)], turn, tool)
         for key in keys:
             at = tree.locate(key)
             assert at is not None
@@ -44,6 +44,12 @@ class Chat:
         at = self.tree.locate(chain(*words.split())[-1])
         assert at is not None
         return at.node.turn
+
+    def kind_at(self, words: str) -> int:
+        """Return by which kind of turns the unit ranks that ``words`` end with."""
+        at = self.tree.locate(chain(*words.split())[-1])
+        assert at is not None
+        return at.node.turn_kind
 
 
 def test_a_prompt_with_a_whole_prompt_and_its_answer_before_it_is_the_next_turn() -> None:
@@ -137,3 +143,34 @@ def test_conversations_with_more_turns_outlive_equally_old_ones() -> None:
     left = {key for node in chat.tree.nodes() if chat.tree.resident_mask(node, Tier.GPU) for key in node.keys}
     assert ("long1", "a1", "long2") in left
     assert ("short1",) not in left
+
+
+@pytest.mark.parametrize("is_late", [False, True], ids=["with the answer", "after it"])
+def test_what_waits_for_a_slow_tool_goes_before_what_waits_for_a_fast_one(is_late: bool) -> None:
+    """Documents of a first turn as well; a name may come when the answer has ended."""
+    chat = Chat()
+    backs: dict[int, str] = {}
+    for i in range(60):
+        if i in backs:
+            chat.ask(f"{backs.pop(i)} r{i}")
+        tool, number = ("slow", 24) if i % 2 else ("fast", 2)
+        chat.ask(f"S{i} q{i}", f"a{i}", None if is_late else tool)
+        if is_late:
+            chat.tree.record_answer(chain(f"S{i}", f"q{i}", f"a{i}")[-1], 1, tool)
+        backs[i + number] = f"S{i} q{i} a{i}"
+    chat.ask("FAST of", "af", "fast")
+    chat.ask("SLOW os", "as", "slow")
+    chat.tree.evict(Tier.GPU, chat.tree.tiers[Tier.GPU].num_units - 3)
+    left = {key for node in chat.tree.nodes() if chat.tree.resident_mask(node, Tier.GPU) for key in node.keys}
+    assert left == {*chain("FAST", "of", "af")}
+
+
+def test_a_conversation_waits_for_its_latest_tool_alone() -> None:
+    chat = Chat()
+    chat.ask("A q1", "a1", "search")
+    assert [chat.kind_at(words) for words in ("A", "A q1", "A q1 a1")] == [chat.tree.returning.kind_of(1, "search")] * 3
+    chat.ask("A q1 a1 q2", "a2")
+    without = chat.tree.returning.kind_of(2)
+    assert [chat.kind_at(words) for words in ("A", "A q1 a1", "A q1 a1 q2", "A q1 a1 q2 a2")] == [without] * 4
+    chat.ask("A q1 a1 q2 a2 q3")
+    assert chat.kind_at("A q1 a1 q2 a2") == 3, "until its answer it may call any"
