@@ -1,7 +1,8 @@
-"""What ``retain_s`` brings to agents that wait for tools, while single questions fill the same GPU KV cache.
+"""What hints bring to agents that wait for tools, while single questions fill the same GPU KV cache.
 
-Each agent's prompt grows by the answer and the tool's result. With the hint a request asks for as long as the tool
-takes, which is known here. Both arms get the same prompts and questions at the same times, from an empty cache.
+Each agent's prompt grows by the answer and the tool's result. With ``retain_s`` a request asks for as long as the tool
+takes, which is known here. With ``tool`` it names the tool alone: one of five, which take one to six seconds. All arms
+get the same prompts and questions at the same times, from an empty cache. The engine has seen other agents before.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ _NUM_AGENTS = 6
 _TASK_WORDS, _RESULT_WORDS = 120, 40
 _WAITS_S = (1.0, 6.0)
 _SLACK_S = 1.0
+_ARMS = ("none", "retain_s", "tool")
+_SEEN_SEED = 1_000
 _QUESTIONS_PER_S = 8.0
 _NUM_DOCUMENTS = 200
 _DOCUMENT_WORDS = 120
@@ -45,40 +48,51 @@ class _AgentsRun:
 
 
 def measure_retention(plan: BenchmarkPlan) -> Part:
-    """Run both arms by turns for three seeds, and compare the agents' later turns and all requests."""
+    """Run all arms by turns for three seeds, and compare the agents' later turns and all requests."""
     tasks, results, documents = (
         DocumentTexts(plan.corpus, num_words) for num_words in (_TASK_WORDS, _RESULT_WORDS, _DOCUMENT_WORDS)
     )
-    pairs: list[tuple[_AgentsRun, _AgentsRun]] = []
+    texts = tasks, results, documents
+    runs: dict[str, list[_AgentsRun]] = {arm: [] for arm in _ARMS}
     num_retained = 0
-    with _launch(plan) as engine:
-        for round_ in range(plan.sized(3, 1)):
-            runs = {}
-            for is_hinted in (False, True) if round_ % 2 == 0 else (True, False):
-                plan.report(f"retention: {'with' if is_hinted else 'without'} hints, round {round_}")
+    for arm in _ARMS:
+        with _launch(plan) as engine:  # an engine of its own: what one arm names, another would have learned
+            for round_ in range(plan.sized(4, 2)):
+                plan.report(f"retention: {arm}, {f'seed {round_}' if round_ else 'before'}")
                 engine.cache.purge()
-                scene = _Scene(engine, (tasks, results, documents), plan.seed + round_, plan.sized(6, 2), is_hinted)
-                runs[is_hinted] = asyncio.run(scene.run())
+                seed = plan.seed + (round_ or _SEEN_SEED)
+                scene = _Scene(engine, texts, seed, plan.sized(6, 2) * (1 if round_ else 3), arm)
+                found = asyncio.run(scene.run())
                 num_retained = max(num_retained, scene.num_retained)
-            pairs.append((runs[False], runs[True]))
-    without, with_ = zip(*pairs, strict=True)
-    turns, hinted_turns = ([a for run in runs for a in run.later_turns] for runs in (without, with_))
-    singles, hinted_singles = ([a for run in runs for a in run.singles] for runs in (without, with_))
-    p50, p99 = percentiles_ms(_ttfts_s(hinted_turns))
-    note = f"{len(hinted_turns)} later turns, {len(pairs)} seeds; most tokens retained: {num_retained:,}"
-    by_seed = [f"{_share(b.later_turns):.3f} over {_share(a.later_turns):.3f}" for a, b in pairs]
-    figures = (
-        Figure("retention_turns_cached", _share(hinted_turns), _share(turns), note="; ".join(by_seed)),
-        Figure("retention_turns_ttft_ms", _mean_ms(hinted_turns), _mean_ms(turns), p50, p99, note=note),
-        Figure("retention_singles_cached", _share(hinted_singles), _share(singles), note=f"{len(singles)} questions"),
-        Figure("retention_all_ttft_ms", _mean_ms(hinted_turns + hinted_singles), _mean_ms(turns + singles)),
-        Figure("retention_mismatches", sum(a.text != b.text for a, b in zip(turns, hinted_turns, strict=True))),
+                runs[arm] += [found] if round_ else []
+    plain = runs["none"]
+    turns, singles = (
+        [answer for run in plain for answer in of(run)] for of in (lambda r: r.later_turns, lambda r: r.singles)
     )
+    figures: list[Figure] = []
+    for arm, name in (("retain_s", "retention"), ("tool", "tool_names")):
+        hinted_turns, hinted_singles = (
+            [answer for run in runs[arm] for answer in of(run)] for of in (lambda r: r.later_turns, lambda r: r.singles)
+        )
+        p50, p99 = percentiles_ms(_ttfts_s(hinted_turns))
+        note = f"{len(hinted_turns)} later turns, {len(plain)} seeds; most tokens retained: {num_retained:,}"
+        by_seed = [
+            f"{_share(b.later_turns):.3f} over {_share(a.later_turns):.3f}"
+            for a, b in zip(plain, runs[arm], strict=True)
+        ]
+        differing = sum(a.text != b.text for a, b in zip(turns, hinted_turns, strict=True))
+        figures += (
+            Figure(f"{name}_turns_cached", _share(hinted_turns), _share(turns), note="; ".join(by_seed)),
+            Figure(f"{name}_turns_ttft_ms", _mean_ms(hinted_turns), _mean_ms(turns), p50, p99, note=note),
+            Figure(f"{name}_singles_cached", _share(hinted_singles), _share(singles), note=f"{len(singles)} questions"),
+            Figure(f"{name}_all_ttft_ms", _mean_ms(hinted_turns + hinted_singles), _mean_ms(turns + singles)),
+            Figure(f"{name}_mismatches", differing),
+        )
     details = {
-        name: [{"turns": _ttfts_s(run.later_turns), "singles_median_s": median(_ttfts_s(run.singles))} for run in runs]
-        for name, runs in (("without", without), ("with", with_))
+        arm: [{"turns": _ttfts_s(run.later_turns), "singles_median_s": median(_ttfts_s(run.singles))} for run in of]
+        for arm, of in runs.items()
     }
-    return Part("none: each arm begins with an empty cache", figures, details)
+    return Part("before: agents of another seed, whose answers do not count", tuple(figures), details)
 
 
 @dataclass(slots=True)
@@ -89,7 +103,7 @@ class _Scene:
     texts: tuple[DocumentTexts, DocumentTexts, DocumentTexts]
     seed: int
     num_turns: int
-    is_hinted: bool
+    arm: str
     num_retained: int = 0
 
     async def run(self) -> _AgentsRun:
@@ -108,7 +122,8 @@ class _Scene:
         await asyncio.sleep(rng.uniform(0.0, _WAITS_S[1]))
         for turn in range(self.num_turns):
             wait_s = rng.uniform(*_WAITS_S)
-            hint: dict[str, Any] = {"retain_s": wait_s + _SLACK_S} if self.is_hinted else {}
+            hints: dict[str, Any] = {"retain_s": wait_s + _SLACK_S, "tool": f"tool of {int(wait_s)} s"}
+            hint = {name: value for name, value in hints.items() if name == self.arm}
             answer = await self.engine.agenerate(messages, max_tokens=_MAX_TOKENS, **hint)
             found.turns.setdefault(number, []).append(answer)
             messages.append({"role": "assistant", "content": answer.text})

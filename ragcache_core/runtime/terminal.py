@@ -24,8 +24,8 @@ class Bar:
     """A progress bar on standard error that counts finished ``unit``; a context manager.
 
     It is drawn where standard error is a terminal, unless ``enabled`` says otherwise, and taken away in the end, unless
-    it ``is_kept``. What is written to the terminal meanwhile stands above it. Elsewhere, as in a log, a line a minute says
-    how far it is, unless ``enabled`` is false.
+    it ``is_kept``. What is written to the terminal meanwhile stands above it. Elsewhere, as in a log, one line a minute
+    says how far it is, unless ``enabled`` is false.
     """
 
     def __init__(
@@ -88,7 +88,8 @@ class Bar:
             self._line_s = now_s
             of = "" if self.total is None else f" of {self.total:,}"
             minutes = f"{(now_s - self._began_s) / 60:.0f} min"
-            print(f"{self.what}: {num_done:,}{of} {self._unit} after {minutes}", file=sys.stderr, flush=True)
+            sys.stderr.write(f"{self.what}: {num_done:,}{of} {self._unit} after {minutes}\n")
+            sys.stderr.flush()
 
     def show(self, what: str) -> None:
         """Show the present step."""

@@ -28,14 +28,13 @@ from ragcache_core.vllm_plugin.cache.operator_calls import OperatorCalls, Steps
 from ragcache_core.vllm_plugin.cache.pins import Pins
 from ragcache_core.vllm_plugin.cache.prefix_publisher import PrefixPublisher
 from ragcache_core.vllm_plugin.cache.queued_prefixes import QueuedPrefixes
-from ragcache_core.vllm_plugin.cache.recent_requests import RecentRequests
+from ragcache_core.vllm_plugin.cache.recent_requests import RecentRequests, response_id_of
 from ragcache_core.vllm_plugin.cache.request_hints import RequestHints
 from ragcache_core.vllm_plugin.cache.request_state import Counters, Key, RequestState
 from ragcache_core.vllm_plugin.cache.speculations import QueuedSpeculations
 from ragcache_core.vllm_plugin.cache.tenant_figures import TenantFigures
 from ragcache_core.vllm_plugin.cache.tree_view import tree_view
 from ragcache_core.vllm_plugin.chunks.page_layout import digest_of
-from ragcache_core.vllm_plugin.server.several_engines import response_id_of
 from ragcache_core.vllm_plugin.settings import PluginSettings
 from ragcache_core.wire import RequestMetadata
 

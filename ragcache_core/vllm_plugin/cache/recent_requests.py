@@ -13,6 +13,12 @@ MAX_REQUESTS = 256
 _MAX_DOCUMENTS = 16
 
 
+def response_id_of(request_id: str) -> str:
+    """Return a request's id without vLLM's eight random digits."""
+    head, dash, tail = request_id.rpartition("-")
+    return head if dash and len(tail) == 8 else request_id
+
+
 class RecentRequests:
     """The last ``max_requests`` ended requests, without the names of deleted documents."""
 

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from ragcache_core.config import ChunkReuseRequest
 from ragcache_core.runtime.tenant_entries import TenantEntries
 from ragcache_core.stats import ENGINE_SERIES, merged_report
-from ragcache_core.vllm_plugin.server.several_engines import response_id_of
+from ragcache_core.vllm_plugin.cache.recent_requests import response_id_of
 from ragcache_core.vllm_plugin.settings import PluginSettings
 
 _Found = TypeVar("_Found")

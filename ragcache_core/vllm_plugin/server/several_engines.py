@@ -7,6 +7,7 @@ from typing import Any
 
 from ragcache_core.ordering import PATHS_VERSION
 from ragcache_core.stats import PinReceipt, added
+from ragcache_core.vllm_plugin.cache.recent_requests import response_id_of
 
 _ORDERS: Mapping[str, Callable[[Mapping[str, Any]], float]] = {
     "bytes": lambda document: sum(document["bytes"].values()),
@@ -75,12 +76,6 @@ def joined_requests(answers: Sequence[dict[str, Any]], limit: int) -> dict[str, 
         "num_running": sum(answer["num_running"] for answer in answers),
         "requests": requests[:limit],
     }
-
-
-def response_id_of(request_id: str) -> str:
-    """Return a request's id without vLLM's eight random digits."""
-    head, dash, tail = request_id.rpartition("-")
-    return head if dash and len(tail) == 8 else request_id
 
 
 def _merged_document(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import sys
 
 import pytest
 
+from ragcache_core.runtime import terminal
 from ragcache_core.runtime.terminal import Bar
 
 COUNTING = """
@@ -30,6 +31,18 @@ def test_nothing_is_drawn_where_standard_error_is_no_terminal(capfd: pytest.Capt
         bar.move_to(2, 4)
     assert capfd.readouterr() == ("", "")
     assert (bar.num_done, bar.total) == (2, 4)
+
+
+def test_a_log_has_a_line_a_minute(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = 0.0
+    monkeypatch.setattr(terminal.time, "monotonic", lambda: now_s)
+    with Bar("reading", 2_000, "files") as bar, Bar("hidden", 2_000, "files", enabled=False) as hidden:
+        for num_done in range(1, 1_001):
+            now_s = num_done / 4
+            bar.move_to(num_done)
+            hidden.move_to(num_done)
+    lines = [f"reading: {240 * minute} of 2,000 files after {minute} min" for minute in range(1, 5)]
+    assert capfd.readouterr().err.splitlines() == lines
 
 
 def test_a_bar_counts_on_a_terminal_and_leaves_nothing_but_what_was_written() -> None:
