@@ -148,7 +148,7 @@ class NextTurnModel:
         return self._rates[kind][_bin(num_requests)]
 
     def _rates_near(self, expected: Sequence[float], kind: int) -> list[float]:
-        """Return the rates of a kind, of which ``expected`` is the prior: the probability of a return by bin."""
+        """Return the rates of a kind; the prior ``expected`` is the probability of a return by bin."""
         returns = [
             (count + _PRIOR * prior) / (num_old + _PRIOR)
             for count, num_old, prior in zip(self._num_returned[kind], self._num_aged[kind], expected, strict=True)

@@ -135,7 +135,7 @@ class TierManager(OffloadingManager):
         is_spoiled = bool(self._spoiled) and not self._spoiled.isdisjoint(keys)
         self._spoiled.difference_update(keys)
         is_stored = success and not is_spoiled
-        # Read anew at each store: the connector clears ``lower`` once it knows that workers have memory of their own.
+        # Computed at each store: the connector clears ``lower`` once it knows that workers have memory of their own.
         stored_in = [(number, tier) for number, tier in enumerate(self.lower) if not tier.is_read_only]
         if stored_in and is_stored:
             self._host_tier.complete_store(keys, req_context, num_readers=len(stored_in))

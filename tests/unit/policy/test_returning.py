@@ -36,7 +36,7 @@ def ended(returning: NextTurnModel, number: int, now: int, tool: str | None = No
 
 
 def with_tools(takes: Mapping[str | None, Callable[[], int] | None], num_turns: int = 2000) -> NextTurnModel:
-    """Return what is known after turns that call each tool in rotation, for so many requests; None never returns."""
+    """Return what is known after turns that call each tool in rotation, by requests until it returns; None: never."""
     returning, backs = NextTurnModel(), list[tuple[int, Turn]]()
     for now in range(num_turns):
         for _, back in [each for each in backs if each[0] == now]:
