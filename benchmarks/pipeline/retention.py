@@ -1,7 +1,7 @@
 """What hints bring to agents that wait for tools, while single questions fill the same GPU KV cache.
 
 Each agent's prompt grows by the answer and the tool's result. With ``retain_s`` a request asks for as long as the tool
-takes, which is known here. With ``tool`` it names the tool alone: one of five, which take one to six seconds. All arms
+takes, which is known here. With ``tool`` it names the tool alone: one of five, which usually take 0.5 to 15 s. All arms
 get the same prompts and questions at the same times, from an empty cache. The engine has seen other agents before.
 """
 
@@ -24,7 +24,8 @@ from ragcache_core.prompt import ChatMessage, PromptLayout
 
 _NUM_AGENTS = 6
 _TASK_WORDS, _RESULT_WORDS = 120, 40
-_WAITS_S = (1.0, 6.0)
+_TOOLS_S = (0.5, 1.0, 2.0, 5.0, 15.0)
+_SPREAD = (0.8, 1.25)
 _SLACK_S = 1.0
 _ARMS = ("none", "retain_s", "tool")
 _SEEN_SEED = 1_000
@@ -119,10 +120,11 @@ class _Scene:
         rng = random.Random(f"{self.seed} {number}")
         first = 1_000 * self.seed + 100 * number
         messages: list[ChatMessage] = [{"role": "user", "content": tasks.document(first).text}]
-        await asyncio.sleep(rng.uniform(0.0, _WAITS_S[1]))
+        await asyncio.sleep(rng.uniform(0.0, 6.0))
         for turn in range(self.num_turns):
-            wait_s = rng.uniform(*_WAITS_S)
-            hints: dict[str, Any] = {"retain_s": wait_s + _SLACK_S, "tool": f"tool of {int(wait_s)} s"}
+            tool_s = rng.choice(_TOOLS_S)
+            wait_s = tool_s * rng.uniform(*_SPREAD)
+            hints: dict[str, Any] = {"retain_s": wait_s + _SLACK_S, "tool": f"tool of {tool_s} s"}
             hint = {name: value for name, value in hints.items() if name == self.arm}
             answer = await self.engine.agenerate(messages, max_tokens=_MAX_TOKENS, **hint)
             found.turns.setdefault(number, []).append(answer)
