@@ -25,6 +25,7 @@ GOALS: dict[str, Goal] = {
     "reorder_p99_ratio": Goal("<=", 1.0),
     "max_overtaken": Goal("<=", 32),
     "retention_mismatches": Goal("=", 0),
+    "tool_names_mismatches": Goal("=", 0),
     "pipeline_mismatches": Goal("=", 0),
     "requests_left": Goal("=", 0),
     "tasks_left": Goal("=", 0),

@@ -49,15 +49,16 @@ class _AgentsRun:
 
 
 def measure_retention(plan: BenchmarkPlan) -> Part:
-    """Run all arms by turns for three seeds, and compare the agents' later turns and all requests."""
-    tasks, results, documents = (
-        DocumentTexts(plan.corpus, num_words) for num_words in (_TASK_WORDS, _RESULT_WORDS, _DOCUMENT_WORDS)
+    """Run each arm for three seeds on an engine of its own, and compare the agents' later turns and all requests."""
+    texts = (
+        DocumentTexts(plan.corpus, _TASK_WORDS),
+        DocumentTexts(plan.corpus, _RESULT_WORDS),
+        DocumentTexts(plan.corpus, _DOCUMENT_WORDS),
     )
-    texts = tasks, results, documents
     runs: dict[str, list[_AgentsRun]] = {arm: [] for arm in _ARMS}
     num_retained = 0
     for arm in _ARMS:
-        with _launch(plan) as engine:  # an engine of its own: what one arm names, another would have learned
+        with _launch(plan) as engine:  # what one arm names, another would have learned
             for round_ in range(plan.sized(4, 2)):
                 plan.report(f"retention: {arm}, {f'seed {round_}' if round_ else 'before'}")
                 engine.cache.purge()
@@ -66,34 +67,42 @@ def measure_retention(plan: BenchmarkPlan) -> Part:
                 found = asyncio.run(scene.run())
                 num_retained = max(num_retained, scene.num_retained)
                 runs[arm] += [found] if round_ else []
-    plain = runs["none"]
-    turns, singles = (
-        [answer for run in plain for answer in of(run)] for of in (lambda r: r.later_turns, lambda r: r.singles)
-    )
-    figures: list[Figure] = []
-    for arm, name in (("retain_s", "retention"), ("tool", "tool_names")):
-        hinted_turns, hinted_singles = (
-            [answer for run in runs[arm] for answer in of(run)] for of in (lambda r: r.later_turns, lambda r: r.singles)
-        )
-        p50, p99 = percentiles_ms(_ttfts_s(hinted_turns))
-        note = f"{len(hinted_turns)} later turns, {len(plain)} seeds; most tokens retained: {num_retained:,}"
-        by_seed = [
-            f"{_share(b.later_turns):.3f} over {_share(a.later_turns):.3f}"
-            for a, b in zip(plain, runs[arm], strict=True)
-        ]
-        differing = sum(a.text != b.text for a, b in zip(turns, hinted_turns, strict=True))
-        figures += (
-            Figure(f"{name}_turns_cached", _share(hinted_turns), _share(turns), note="; ".join(by_seed)),
-            Figure(f"{name}_turns_ttft_ms", _mean_ms(hinted_turns), _mean_ms(turns), p50, p99, note=note),
-            Figure(f"{name}_singles_cached", _share(hinted_singles), _share(singles), note=f"{len(singles)} questions"),
-            Figure(f"{name}_all_ttft_ms", _mean_ms(hinted_turns + hinted_singles), _mean_ms(turns + singles)),
-            Figure(f"{name}_mismatches", differing),
-        )
+    figures = [
+        *_figures("retention", runs["retain_s"], runs["none"], f"most tokens retained: {num_retained:,}"),
+        *_figures("tool_names", runs["tool"], runs["none"], "tools by name, nothing retained"),
+    ]
     details = {
         arm: [{"turns": _ttfts_s(run.later_turns), "singles_median_s": median(_ttfts_s(run.singles))} for run in of]
         for arm, of in runs.items()
     }
     return Part("before: agents of another seed, whose answers do not count", tuple(figures), details)
+
+
+def _figures(name: str, hinted: Sequence[_AgentsRun], plain: Sequence[_AgentsRun], note: str) -> list[Figure]:
+    """Return an arm's figures; baseline: the arm without hints."""
+    turns, hinted_turns = _later_turns(plain), _later_turns(hinted)
+    singles, hinted_singles = _singles(plain), _singles(hinted)
+    p50, p99 = percentiles_ms(_ttfts_s(hinted_turns))
+    note = f"{len(hinted_turns)} later turns, {len(plain)} seeds; {note}"
+    by_seed = [
+        f"{_share(b.later_turns):.3f} over {_share(a.later_turns):.3f}" for a, b in zip(plain, hinted, strict=True)
+    ]
+    differing = sum(a.text != b.text for a, b in zip(turns, hinted_turns, strict=True))
+    return [
+        Figure(f"{name}_turns_cached", _share(hinted_turns), _share(turns), note="; ".join(by_seed)),
+        Figure(f"{name}_turns_ttft_ms", _mean_ms(hinted_turns), _mean_ms(turns), p50, p99, note=note),
+        Figure(f"{name}_singles_cached", _share(hinted_singles), _share(singles), note=f"{len(singles)} questions"),
+        Figure(f"{name}_all_ttft_ms", _mean_ms(hinted_turns + hinted_singles), _mean_ms(turns + singles)),
+        Figure(f"{name}_mismatches", differing),
+    ]
+
+
+def _later_turns(runs: Sequence[_AgentsRun]) -> list[Generation]:
+    return [answer for run in runs for answer in run.later_turns]
+
+
+def _singles(runs: Sequence[_AgentsRun]) -> list[Generation]:
+    return [answer for run in runs for answer in run.singles]
 
 
 @dataclass(slots=True)
