@@ -134,8 +134,6 @@ def problem_of(body: bytes) -> tuple[int, str, str] | None:
                 check_depth(value, f"{place}.{name:.80}")
             if isinstance(named := given.get(KEY), dict):
                 check_metadata(named)
-            elif named is not None:
-                raise ConfigError(f"{place}.{KEY} is {quoted(named)}: send an object, with documents or hints")
         params = request.get("kv_transfer_params")
         metadata = params.get(KEY) if isinstance(params, dict) else None
     except ConfigError as error:
