@@ -12,6 +12,7 @@ import contextlib
 import errno
 import os
 import re
+import secrets
 import select
 import signal
 import socket
@@ -34,6 +35,7 @@ _READ_BYTES = 1 << 16
 _DRAINED_S = 1.0
 SERVER_MODULE = "ragcache_core.vllm_plugin.server"
 GRACE_S = 20.0
+_FIRST_PORT, _NUM_PORTS, _MAX_TRIES = 20_000, 10_000, 20
 _MAX_LAST_WORDS = 400
 _LAST_LINES = 3
 _ERROR_LINE = re.compile(r"[\w.]*(?:Error|Exception|error): .")
@@ -127,9 +129,23 @@ def _write(stream: int, data: bytes) -> bool:
 
 
 def free_port(host: str) -> int:
-    """Return a TCP port of ``host`` that is free now."""
+    """Return a TCP port of ``host`` that is free now, if possible below those of outgoing connections.
+
+    A server binds its port seconds later, and until then a connection could take it.
+    """
+    for _ in range(_MAX_TRIES):
+        try:
+            return _bound(host, _FIRST_PORT + secrets.randbelow(_NUM_PORTS))
+        except OSError as error:
+            if error.errno not in (errno.EADDRINUSE, errno.EACCES):
+                raise
+    return _bound(host, 0)
+
+
+def _bound(host: str, port: int) -> int:
+    """Bind a port, any free one for 0, until the return of its number."""
     with socket.socket(_family(host)) as probe:
-        probe.bind((host, 0))
+        probe.bind((host, port))
         return int(probe.getsockname()[1])
 
 

@@ -6,6 +6,7 @@ import json
 import multiprocessing
 import os
 import shutil
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -16,6 +17,7 @@ from typing import Any
 import pytest
 
 from ragcache_core.client.launch import arguments as setting_names
+from ragcache_core.client.launch import process
 from ragcache_core.client.launch.arguments import check_context
 from ragcache_core.client.launch.launch import DirectoryLock, launch_digest, launch_server
 from ragcache_core.client.launch.settings import LaunchSettings
@@ -419,3 +421,14 @@ def test_a_full_disk_at_the_start_is_named_with_its_folder(
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1 << 40))
     with pytest.raises(EngineStartError, match="Errno 28"):  # another disk, which the engine's error names
         owner.launch(CacheConfig(host_bytes="1GiB"), env={"VLLM_CACHE_ROOT": str(folder)})
+
+
+def test_a_free_port_is_below_those_of_connections_unless_all_there_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    assert {process.free_port("127.0.0.1") < first for _ in range(20)} == {True}
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", process.free_port("127.0.0.1")))
+        taken.listen()
+        monkeypatch.setattr(process, "_FIRST_PORT", taken.getsockname()[1])
+        monkeypatch.setattr(process, "_NUM_PORTS", 1)
+        assert process.free_port("127.0.0.1") >= first
