@@ -90,7 +90,7 @@ def _is_priority(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MAX_PRIORITY
 
 
-def is_tool(value: object) -> bool:
+def _is_tool(value: object) -> bool:
     """Return whether a value can be the name of a tool."""
     return value is None or (isinstance(value, str) and 0 < len(value) <= MAX_TOOL_CHARS)
 
@@ -110,7 +110,7 @@ _POSSIBLE: Final = {
     "ttl_s": (_is_seconds, _SECONDS),
     "demote": (lambda value: isinstance(value, bool), "true or false"),
     "prefetch": (_are_ids, f"a list of at most {MAX_PREFETCHED} ids of documents, of 1 to {MAX_ID_CHARS:,} characters"),
-    "tool": (is_tool, f"a name of 1 to {MAX_TOOL_CHARS} characters"),
+    "tool": (_is_tool, f"a name of 1 to {MAX_TOOL_CHARS} characters"),
 }
 HINTS: Final = tuple(_POSSIBLE)
 NO_HINTS: Final = CacheHints()

@@ -27,6 +27,7 @@ _TASK_WORDS, _RESULT_WORDS = 120, 40
 _TOOLS_S = (0.5, 1.0, 2.0, 5.0, 15.0)
 _SPREAD = (0.8, 1.25)
 _SLACK_S = 1.0
+_STARTS_S = 6.0
 _ARMS = ("none", "retain_s", "tool")
 _SEEN_SEED = 1_000
 _QUESTIONS_PER_S = 8.0
@@ -129,7 +130,7 @@ class _Scene:
         rng = random.Random(f"{self.seed} {number}")
         first = 1_000 * self.seed + 100 * number
         messages: list[ChatMessage] = [{"role": "user", "content": tasks.document(first).text}]
-        await asyncio.sleep(rng.uniform(0.0, 6.0))
+        await asyncio.sleep(rng.uniform(0.0, _STARTS_S))
         for turn in range(self.num_turns):
             tool_s = rng.choice(_TOOLS_S)
             wait_s = tool_s * rng.uniform(*_SPREAD)

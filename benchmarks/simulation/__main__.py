@@ -2,8 +2,8 @@
 
 Every seed gives one trace, and all systems run on it: ratios are taken seed by seed, and reported as their mean with
 the spread over the seeds. The baseline is the paper's Algorithm 1 to the letter: PGDSF whose counts end with a
-document's eviction, documents in the order of the search; ``policies``, ``histories`` and ``imported`` have rivals and
-traces of their own. Nothing is asserted: the table says which goals are met.
+document's eviction, documents in the order of the search; ``policies``, ``histories``, ``imported`` and ``tools`` have
+rivals and traces of their own. Nothing is asserted: the table says which goals are met.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from benchmarks.papers.ratios import DEFAULT_POLICY, Ratio, Summary
 from benchmarks.report import BenchmarkPlan, Figure, Goal, Part
 from benchmarks.simulated import simulate_runs
 from benchmarks.simulated.laboratory import LabOptions
-from benchmarks.simulation import decisions, rivals
+from benchmarks.simulation import decisions, rivals, tools
 from benchmarks.simulation.batch import measure_batches
 from ragcache_core.sim.options import BELADY
 from ragcache_core.sim.sweep import plan as plan_runs
@@ -289,6 +289,7 @@ PARTS: dict[str, Callable[[BenchmarkPlan], Part]] = {
     "histories": rivals.measure_histories,
     "imported": rivals.measure_imported,
     "decisions": decisions.measure_decisions,
+    "tools": tools.measure_tools,
 }
 
 main = benchmark(

@@ -121,7 +121,7 @@ class BlockCache:
         self._host = HostBlocks(self._tree, num_host, disk) if num_host else None
         num_retained = int(options.retained_share * min(each for each in (num_gpu, num_host, num_disk) if each))
         self._retention = Retention(self._tree, lambda _: num_retained)
-        self._next_turn_s = None if trace is None or not options.retain_s else _next_turn_s(trace)
+        self._next_turn_s = None if trace is None or not options.retain_s else next_turn_s(trace)
         self._histories: dict[int, History] = {}
         self.mirror = CachedPaths(_UNBOUNDED_TOKENS)
         self._mirrored: dict[TreeNode, DocPath] = {}
@@ -489,7 +489,7 @@ def _cut(request: TracedRequest, number: int | None, options: SimulationOptions,
     )
 
 
-def _next_turn_s(trace: Trace) -> npt.NDArray[np.float64]:
+def next_turn_s(trace: Trace) -> npt.NDArray[np.float64]:
     """Return when the next turn of each request's conversation arrives: [n]; never is infinite."""
     order = np.argsort(trace.conversation, kind="stable")
     turns = trace.conversation[order]

@@ -52,7 +52,7 @@ async def _tell(scope: Scope, response_id: str, tool: str) -> None:
     try:
         await call_cache(scope["app"].state.ragcache_engine_client, "called", body)
     except Exception as error:  # the response was sent; an engine that has died says so to the next request
-        logger.debug("an engine was not told of a called tool: %s", error)
+        logger.debug("an engine did not take the name of a called tool: %s", error)
 
 
 def called_tool(part: bytes) -> tuple[str, str] | None:

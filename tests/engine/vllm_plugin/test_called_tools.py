@@ -22,26 +22,26 @@ ROUTE = "/v1/chat/completions"
 SEARCH = {"id": "call-1", "type": "function", "function": {"name": "search", "arguments": "{}"}}
 OTHER = {"id": "call-2", "type": "function", "function": {"name": "other", "arguments": "{}"}}
 TEXT = 'He wrote "tool_calls":[{ and no more'
-Told = list[tuple[str, dict[str, Any]]]
+Calls = list[tuple[str, dict[str, Any]]]
 
 
 @pytest.fixture
-def told(monkeypatch: pytest.MonkeyPatch) -> Told:
-    """What the engine is told; a name of ``dead`` fails."""
-    calls: Told = []
+def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
+    """Return the calls of the engine; one with the name ``dead`` fails."""
+    made: Calls = []
 
     async def call_cache(client: object, action: str, body: dict[str, Any]) -> list[dict[str, Any]]:
-        calls.append((action, body))
+        made.append((action, body))
         if body["tool"] == "dead":
             raise RuntimeError("the engine has died")
         return [{"is_known": True}]
 
     monkeypatch.setattr(called_tools, "call_cache", call_cache)
-    return calls
+    return made
 
 
 @pytest.fixture
-def server(monkeypatch: pytest.MonkeyPatch, told: Told) -> Iterator[TestClient]:
+def server(monkeypatch: pytest.MonkeyPatch, calls: Calls) -> Iterator[TestClient]:
     """A server that answers with what a request says."""
     monkeypatch.setattr(called_tools, "received", known := Received())
     known.begin(PluginSettings())
@@ -81,9 +81,9 @@ def part(**delta: Any) -> dict[str, Any]:
     ],
     ids=["whole", "stream"],
 )
-def test_the_engine_is_told_the_first_tool_that_an_answer_calls(server: TestClient, told: Told, said: Any) -> None:
+def test_the_engine_gets_the_first_tool_that_an_answer_calls(server: TestClient, calls: Calls, said: Any) -> None:
     got = server.post(ROUTE, json=said)
-    assert told == [("called", {"response_id": "chatcmpl-1", "tool": "search"})]
+    assert calls == [("called", {"response_id": "chatcmpl-1", "tool": "search"})]
     if isinstance(said, list):
         events = [json.loads(line.removeprefix("data: ")) for line in got.text.split("\n\n")[:-2]]
         assert events == said
@@ -102,21 +102,21 @@ def test_the_engine_is_told_the_first_tool_that_an_answer_calls(server: TestClie
     ],
     ids=["none", "text", "an error", "no name", "no chat"],
 )
-def test_other_responses_say_nothing(server: TestClient, told: Told, path: str, said: Any) -> None:
+def test_other_responses_say_nothing(server: TestClient, calls: Calls, path: str, said: Any) -> None:
     assert server.post(path, json=said).status_code == 200
-    assert not told
+    assert not calls
 
 
-def test_a_response_is_sent_before_an_engine_fails_and_long_names_are_cut(server: TestClient, told: Told) -> None:
+def test_a_response_is_sent_before_an_engine_fails_and_long_names_are_cut(server: TestClient, calls: Calls) -> None:
     dead = {**SEARCH, "function": {"name": "dead"}}
     assert server.post(ROUTE, json=answer(tool_calls=[dead])).json() == answer(tool_calls=[dead])
     server.post(ROUTE, json=answer(tool_calls=[{"function": {"name": "n" * 100}}]))
-    assert told[-1][1]["tool"] == "n" * 64
+    assert calls[-1][1]["tool"] == "n" * 64
 
 
 def test_a_server_without_ragcache_tells_nothing(
-    server: TestClient, told: Told, monkeypatch: pytest.MonkeyPatch
+    server: TestClient, calls: Calls, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(called_tools, "received", Received())
     server.post(ROUTE, json=answer(tool_calls=[SEARCH]))
-    assert not told
+    assert not calls
