@@ -82,10 +82,7 @@ def _tools(trace: Trace, sigma: float, seed: int) -> list[str]:
     last_s = rng.lognormal(math.log(agents.think_median_s), agents.think_sigma, len(trace))
     logs = np.log(np.maximum(np.where(np.isfinite(waits_s), waits_s, last_s), _USUAL_S[0]))
     factors = rng.normal(size=len(trace))
-    if math.isinf(sigma):
-        logs = rng.permutation(logs)
-    else:
-        logs = logs + sigma * factors
+    logs = rng.permutation(logs) if math.isinf(sigma) else logs + sigma * factors
     nearest = np.abs(logs[:, None] - np.log(_USUAL_S)).argmin(axis=1)
     return [f"tool of {_USUAL_S[number]:g} s" for number in nearest]
 
